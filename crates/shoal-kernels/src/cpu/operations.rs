@@ -1,0 +1,300 @@
+//! [`Device`] for the CPU: each operation enters the device's thread pool and calls its kernel.
+
+use std::sync::Arc;
+
+use super::CpuDevice;
+use crate::device::{
+    AdamW, AttentionShape, Clip, Device, DropoutSite, Linear, LossMode, Mat, MatMut, NormKind, Result, Sgd,
+};
+use crate::memory::Arena;
+use crate::tensor::Tensor;
+
+impl CpuDevice {
+    pub(super) fn read_scalar(&self, scalar: &Tensor) -> f64 {
+        let [low, high] = scalar.integers() else { panic!("a scalar has two elements") };
+        f64::from_bits(u64::from(*low as u32) | u64::from(*high as u32) << 32)
+    }
+
+    fn write_scalar(&self, scalar: &mut Tensor, value: f64) {
+        let bits = value.to_bits();
+        scalar.integers_mut().copy_from_slice(&[bits as u32 as i32, (bits >> 32) as u32 as i32]);
+    }
+}
+
+impl Device for CpuDevice {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    fn run(&self, work: &mut (dyn FnMut() + Send)) {
+        self.pool.install(work);
+    }
+
+    fn set_scalar(&self, scalar: &mut Tensor, value: f64) -> Result {
+        self.write_scalar(scalar, value);
+        Ok(())
+    }
+
+    fn scalar(&self, scalar: &Tensor) -> Result<f64> {
+        Ok(self.read_scalar(scalar))
+    }
+
+    fn zero(&self, tensor: &mut Tensor) -> Result {
+        self.pool.install(|| self.fill_zero(tensor));
+        Ok(())
+    }
+
+    fn linear(
+        &self,
+        x: Mat,
+        weight: Linear,
+        bias: Option<&Tensor>,
+        residual: Option<&Tensor>,
+        out: MatMut,
+    ) -> Result {
+        self.pool.install(|| self.linear_forward(x, weight, bias, residual, out));
+        Ok(())
+    }
+
+    fn linear_input_gradient(&self, dy: Mat, weight: Linear, dx: MatMut, accumulate: bool) -> Result {
+        self.pool.install(|| self.linear_dx(dy, weight, dx, accumulate));
+        Ok(())
+    }
+
+    fn linear_weight_gradient(
+        &self,
+        x: Mat,
+        dy: Mat,
+        gradient: &mut Tensor,
+        in_out: bool,
+        accumulate: bool,
+    ) -> Result {
+        self.pool.install(|| self.linear_dw(x, dy, gradient, in_out, accumulate));
+        Ok(())
+    }
+
+    fn bias_gradient(&self, dy: Mat, gradient: &mut Tensor, accumulate: bool) -> Result {
+        self.pool.install(|| self.column_sums(dy, gradient, accumulate));
+        Ok(())
+    }
+
+    fn norm(
+        &self,
+        kind: NormKind,
+        eps: f32,
+        x: Mat,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        statistics: &mut Tensor,
+        out: &mut Tensor,
+    ) -> Result {
+        self.pool.install(|| self.norm_forward(kind, eps, x, weight, bias, statistics, out));
+        Ok(())
+    }
+
+    fn norm_again(
+        &self,
+        kind: NormKind,
+        x: Mat,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        statistics: &Tensor,
+        out: &mut Tensor,
+    ) -> Result {
+        self.pool.install(|| self.norm_replay(kind, x, weight, bias, statistics, out));
+        Ok(())
+    }
+
+    fn norm_input_gradient(
+        &self,
+        kind: NormKind,
+        x: Mat,
+        weight: &Tensor,
+        statistics: &Tensor,
+        dy: &Tensor,
+        dx: &mut Tensor,
+        accumulate: bool,
+    ) -> Result {
+        self.pool.install(|| self.norm_dx(kind, x, weight, statistics, dy, dx, accumulate));
+        Ok(())
+    }
+
+    fn norm_parameter_gradient(
+        &self,
+        kind: NormKind,
+        x: Mat,
+        statistics: &Tensor,
+        dy: &Tensor,
+        weight_gradient: &mut Tensor,
+        bias_gradient: Option<&mut Tensor>,
+        accumulate: [bool; 2],
+    ) -> Result {
+        self.pool.install(|| {
+            self.norm_dw(kind, x, statistics, dy, weight_gradient, bias_gradient, accumulate);
+        });
+        Ok(())
+    }
+
+    fn gelu(&self, x: &Tensor, out: &mut Tensor) -> Result {
+        self.pool.install(|| self.gelu_forward(x, out));
+        Ok(())
+    }
+
+    fn gelu_backward(&self, x: &mut Tensor, gradient: &mut Tensor) -> Result {
+        self.pool.install(|| self.gelu_gradient(x, gradient));
+        Ok(())
+    }
+
+    fn swiglu(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) -> Result {
+        self.pool.install(|| self.swiglu_forward(gate, up, out));
+        Ok(())
+    }
+
+    fn swiglu_backward(&self, gate: &mut Tensor, up: &mut Tensor, gradient: &mut Tensor) -> Result {
+        self.pool.install(|| self.swiglu_gradient(gate, up, gradient));
+        Ok(())
+    }
+
+    fn rotary(&self, shape: AttentionShape, table: &Tensor, inverse: bool, qkv: &mut Tensor) -> Result {
+        self.pool.install(|| self.rotate(shape, table, inverse, qkv));
+        Ok(())
+    }
+
+    fn attention(
+        &self,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        qkv: &Tensor,
+        out: &mut Tensor,
+        logsumexp: &mut Tensor,
+    ) -> Result {
+        self.pool.install(|| self.attend(shape, dropout, qkv, out, logsumexp));
+        Ok(())
+    }
+
+    fn attention_backward(
+        &self,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        qkv: &Tensor,
+        out: &Tensor,
+        logsumexp: &Tensor,
+        out_gradient: &Tensor,
+        delta: &mut Tensor,
+        qkv_gradient: &mut Tensor,
+    ) -> Result {
+        self.pool.install(|| {
+            self.attend_backward(shape, dropout, qkv, out, logsumexp, out_gradient, delta, qkv_gradient);
+        });
+        Ok(())
+    }
+
+    fn embed(
+        &self,
+        tokens: &Tensor,
+        sequence: usize,
+        width: usize,
+        table: &Tensor,
+        positions: Option<&Tensor>,
+        out: &mut Tensor,
+    ) -> Result {
+        self.pool.install(|| self.look_up(tokens, sequence, width, table, positions, out));
+        Ok(())
+    }
+
+    fn embed_gradient(
+        &self,
+        tokens: &Tensor,
+        width: usize,
+        dy: &Tensor,
+        gradient: &mut Tensor,
+        accumulate: bool,
+    ) -> Result {
+        self.pool.install(|| self.scatter_add(tokens, width, dy, gradient, accumulate));
+        Ok(())
+    }
+
+    fn position_gradient(
+        &self,
+        sequence: usize,
+        width: usize,
+        dy: &Tensor,
+        gradient: &mut Tensor,
+        accumulate: bool,
+    ) -> Result {
+        self.pool.install(|| self.position_sums(sequence, width, dy, gradient, accumulate));
+        Ok(())
+    }
+
+    fn dropout(
+        &self,
+        site: DropoutSite,
+        sequence: usize,
+        cols: usize,
+        residual: Option<&Tensor>,
+        out: &mut Tensor,
+    ) -> Result {
+        self.pool.install(|| self.drop_in_place(site, sequence, cols, residual, out));
+        Ok(())
+    }
+
+    fn dropout_copy(
+        &self,
+        site: DropoutSite,
+        sequence: usize,
+        cols: usize,
+        x: &Tensor,
+        out: &mut Tensor,
+    ) -> Result {
+        self.pool.install(|| self.drop_copy(site, sequence, cols, x, out));
+        Ok(())
+    }
+
+    fn cross_entropy(
+        &self,
+        targets: &[i32],
+        vocabulary: usize,
+        mode: LossMode,
+        logits: &mut Tensor,
+        loss: &mut Tensor,
+    ) -> Result {
+        let sum = self.pool.install(|| self.softmax_loss(targets, vocabulary, mode, logits));
+        self.write_scalar(loss, self.read_scalar(loss) + sum);
+        Ok(())
+    }
+
+    fn sum_squares(&self, tensors: &[&Tensor], sum: &mut Tensor) -> Result {
+        let total = self.pool.install(|| self.squares(tensors));
+        self.write_scalar(sum, total);
+        Ok(())
+    }
+
+    fn adamw(
+        &self,
+        settings: &AdamW,
+        clip: Option<Clip>,
+        gradient: &Tensor,
+        first: &mut Tensor,
+        second: &mut Tensor,
+        parameter: &mut Tensor,
+    ) -> Result {
+        self.pool.install(|| self.adamw_update(settings, clip, gradient, first, second, parameter));
+        Ok(())
+    }
+
+    fn sgd(
+        &self,
+        settings: &Sgd,
+        clip: Option<Clip>,
+        gradient: &Tensor,
+        velocity: Option<&mut Tensor>,
+        parameter: &mut Tensor,
+    ) -> Result {
+        self.pool.install(|| self.sgd_update(settings, clip, gradient, velocity, parameter));
+        Ok(())
+    }
+}

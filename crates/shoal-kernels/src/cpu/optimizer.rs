@@ -1,0 +1,106 @@
+//! Updates: one pass over gradient, moments and parameter. And the sum of squares they are clipped by.
+
+use rayon::prelude::*;
+
+use super::CpuDevice;
+use super::math::sum_by;
+use crate::device::{AdamW, Clip, Sgd};
+use crate::tensor::Tensor;
+
+/// Elements per partial sum of squares: fixed, so that the total does not depend on the threads.
+const SQUARES_CHUNK: usize = 1 << 14;
+
+impl CpuDevice {
+    pub(super) fn squares(&self, tensors: &[&Tensor]) -> f64 {
+        let sum_one = |tensor: &&Tensor| -> f64 {
+            let parts: Vec<f64> = tensor
+                .floats()
+                .par_chunks(SQUARES_CHUNK)
+                .map(|part| self.arch.dispatch(|| f64::from(sum_by(part.len(), |i| part[i] * part[i]))))
+                .collect();
+            parts.iter().sum()
+        };
+        tensors.iter().map(sum_one).sum()
+    }
+
+    /// What gradients are multiplied by.
+    fn clip_factor(&self, clip: Option<Clip>) -> f32 {
+        clip.map_or(1.0, |clip| {
+            let norm = self.read_scalar(clip.norm_squared).sqrt();
+            (f64::from(clip.max) / (norm + 1e-6)).min(1.0) as f32
+        })
+    }
+
+    pub(super) fn adamw_update(
+        &self,
+        s: &AdamW,
+        clip: Option<Clip>,
+        gradient: &Tensor,
+        first: &mut Tensor,
+        second: &mut Tensor,
+        parameter: &mut Tensor,
+    ) {
+        let elements = parameter.len();
+        assert_eq!((gradient.len(), first.len(), second.len()), (elements, elements, elements));
+        let factor = self.clip_factor(clip);
+        let correction1 = 1.0 - f64::from(s.beta1).powf(s.update as f64);
+        let correction2 = 1.0 - f64::from(s.beta2).powf(s.update as f64);
+        let step = (f64::from(s.lr) / correction1) as f32;
+        let root_correction = correction2.sqrt() as f32;
+        let keep = (1.0 - f64::from(s.lr) * f64::from(s.weight_decay)) as f32;
+        let (beta1, beta2, eps) = (s.beta1, s.beta2, s.eps);
+        let chunk = self.element_chunk(elements).min(1 << 16);
+        let moments = first.floats_mut().par_chunks_mut(chunk).zip(second.floats_mut().par_chunks_mut(chunk));
+        let values = parameter.floats_mut().par_chunks_mut(chunk).zip(gradient.floats().par_chunks(chunk));
+        values.zip(moments).for_each(|((parameter, gradient), (first, second))| {
+            self.arch.dispatch(|| {
+                let values = parameter.iter_mut().zip(gradient);
+                for ((p, g), (m, v)) in values.zip(first.iter_mut().zip(second.iter_mut())) {
+                    let g = g * factor;
+                    *m = (1.0 - beta1).mul_add(g - *m, *m);
+                    *v = beta2 * *v + (1.0 - beta2) * g * g;
+                    let denominator = v.sqrt() / root_correction + eps;
+                    *p = *p * keep - step * (*m / denominator);
+                }
+            });
+        });
+    }
+
+    pub(super) fn sgd_update(
+        &self,
+        s: &Sgd,
+        clip: Option<Clip>,
+        gradient: &Tensor,
+        velocity: Option<&mut Tensor>,
+        parameter: &mut Tensor,
+    ) {
+        assert_eq!(gradient.len(), parameter.len());
+        let factor = self.clip_factor(clip);
+        let (lr, decay, momentum) = (s.lr, s.weight_decay, s.momentum);
+        let chunk = self.element_chunk(parameter.len()).min(1 << 16);
+        let values = parameter.floats_mut().par_chunks_mut(chunk).zip(gradient.floats().par_chunks(chunk));
+        match velocity {
+            Some(velocity) => {
+                // The first update has no past to keep: its velocity is the gradient.
+                let momentum = if s.update == 1 { 0.0 } else { momentum };
+                values.zip(velocity.floats_mut().par_chunks_mut(chunk)).for_each(
+                    |((parameter, gradient), velocity)| {
+                        self.arch.dispatch(|| {
+                            for ((p, g), v) in parameter.iter_mut().zip(gradient).zip(velocity) {
+                                *v = momentum * *v + (g * factor + decay * *p);
+                                *p -= lr * *v;
+                            }
+                        });
+                    },
+                );
+            }
+            None => values.for_each(|(parameter, gradient)| {
+                self.arch.dispatch(|| {
+                    for (p, g) in parameter.iter_mut().zip(gradient) {
+                        *p -= lr * (g * factor + decay * *p);
+                    }
+                });
+            }),
+        }
+    }
+}

@@ -1,0 +1,419 @@
+//! The operations every device offers. They stand at the height where fusing happens (a linear layer with
+//! its bias and residual, not a bare product), so that each kind of hardware can fuse in its own way and
+//! layers need not know which. Accumulating operations overwrite where `accumulate` is false: a first
+//! gradient needs no pass that clears the sum.
+
+use std::sync::Arc;
+
+use thiserror::Error;
+
+use crate::memory::{Arena, MemoryError};
+use crate::tensor::Tensor;
+
+#[derive(Debug, Error)]
+pub enum DeviceError {
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+}
+
+impl DeviceError {
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            DeviceError::Memory(error) => error.hint(),
+        }
+    }
+}
+
+pub type Result<T = ()> = std::result::Result<T, DeviceError>;
+
+/// Rows of a tensor: `cols` elements from `offset`, then again every `stride`.
+#[derive(Clone, Copy)]
+pub struct Mat<'a> {
+    pub tensor: &'a Tensor,
+    pub offset: usize,
+    pub rows: usize,
+    pub cols: usize,
+    pub stride: usize,
+}
+
+impl<'a> Mat<'a> {
+    /// The whole tensor as `rows` rows.
+    pub fn new(tensor: &'a Tensor, rows: usize, cols: usize) -> Mat<'a> {
+        Mat::columns(tensor, rows, 0, cols, cols)
+    }
+
+    /// Columns `first..first + cols` of a tensor whose rows are `stride` wide.
+    pub fn columns(tensor: &'a Tensor, rows: usize, first: usize, cols: usize, stride: usize) -> Mat<'a> {
+        assert_fits(tensor, first, rows, cols, stride);
+        Mat { tensor, offset: first, rows, cols, stride }
+    }
+
+    /// Rows `first..first + rows` of this matrix.
+    pub fn rows(self, first: usize, rows: usize) -> Mat<'a> {
+        assert!(first + rows <= self.rows);
+        Mat { offset: self.offset + first * self.stride, rows, ..self }
+    }
+}
+
+/// Rows of a tensor that an operation writes.
+pub struct MatMut<'a> {
+    pub tensor: &'a mut Tensor,
+    pub offset: usize,
+    pub rows: usize,
+    pub cols: usize,
+    pub stride: usize,
+}
+
+impl<'a> MatMut<'a> {
+    pub fn new(tensor: &'a mut Tensor, rows: usize, cols: usize) -> MatMut<'a> {
+        MatMut::columns(tensor, rows, 0, cols, cols)
+    }
+
+    pub fn columns(
+        tensor: &'a mut Tensor,
+        rows: usize,
+        first: usize,
+        cols: usize,
+        stride: usize,
+    ) -> MatMut<'a> {
+        assert_fits(tensor, first, rows, cols, stride);
+        MatMut { tensor, offset: first, rows, cols, stride }
+    }
+
+    /// Rows `first..first + rows` of this matrix.
+    pub fn rows(self, first: usize, rows: usize) -> MatMut<'a> {
+        assert!(first + rows <= self.rows);
+        MatMut { offset: self.offset + first * self.stride, rows, ..self }
+    }
+}
+
+fn assert_fits(tensor: &Tensor, offset: usize, rows: usize, cols: usize, stride: usize) {
+    assert!(cols <= stride, "rows of {cols} overlap at a stride of {stride}");
+    let end = if rows == 0 { 0 } else { offset + (rows - 1) * stride + cols };
+    assert!(end <= tensor.len(), "a matrix that ends at {end} in a tensor of {}", tensor.len());
+}
+
+/// A weight matrix and how it is stored.
+#[derive(Clone, Copy)]
+pub struct Linear<'a> {
+    pub weight: &'a Tensor,
+    pub inputs: usize,
+    pub outputs: usize,
+    /// Stored as [inputs, outputs]; otherwise as [outputs, inputs].
+    pub in_out: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormKind {
+    /// Subtract the mean, divide by the deviation; two statistics a row.
+    Layer,
+    /// Divide by the root mean square; one statistic a row.
+    Rms,
+}
+
+impl NormKind {
+    pub fn statistics(self) -> usize {
+        match self {
+            NormKind::Layer => 2,
+            NormKind::Rms => 1,
+        }
+    }
+}
+
+/// What an attention operation works on. Queries, keys and values are columns of one `qkv` row:
+/// `heads * head_size` of queries, then `kv_heads * head_size` each of keys and values. Causal.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionShape {
+    pub samples: usize,
+    pub sequence: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_size: usize,
+    pub scale: f32,
+}
+
+impl AttentionShape {
+    pub fn query_width(&self) -> usize {
+        self.heads * self.head_size
+    }
+
+    pub fn qkv_width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_size
+    }
+
+    pub fn rows(&self) -> usize {
+        self.samples * self.sequence
+    }
+}
+
+/// Where elements are dropped: the mask is a function of this and of (sample, row, column).
+#[derive(Clone, Copy, Debug)]
+pub struct DropoutSite {
+    pub rate: f32,
+    /// Seed, step, layer and site, folded.
+    pub key: u64,
+    /// Number of the micro-batch's first sample within the global batch.
+    pub first_sample: u64,
+}
+
+/// What a cross-entropy leaves in the place of the logits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LossMode {
+    /// The gradient of `scale * sum of losses`.
+    Gradient { scale: f32 },
+    /// Nothing of use: only the loss is wanted.
+    LossOnly,
+}
+
+/// Scales gradients so that their global norm is at most `max`.
+#[derive(Clone, Copy)]
+pub struct Clip<'a> {
+    /// A scalar: the sum of squares over all gradients.
+    pub norm_squared: &'a Tensor,
+    pub max: f32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamW {
+    pub lr: f32,
+    pub beta1: f32,
+    pub beta2: f32,
+    pub eps: f32,
+    pub weight_decay: f32,
+    /// The number of this update, from 1: it decides the bias corrections.
+    pub update: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sgd {
+    pub lr: f32,
+    pub momentum: f32,
+    pub weight_decay: f32,
+    /// The number of this update, from 1: the first one starts the momentum.
+    pub update: u64,
+}
+
+/// A scalar is a tensor of two elements holding one f64: losses and norms stay on the device until someone
+/// asks for them.
+pub const SCALAR_ELEMENTS: usize = 2;
+
+pub trait Device: Send + Sync {
+    fn name(&self) -> &str;
+
+    fn arena(&self) -> &Arc<Arena>;
+
+    /// Runs `work` where the device's operations start fastest (on the CPU, inside its thread pool).
+    fn run(&self, work: &mut (dyn FnMut() + Send));
+
+    fn set_scalar(&self, scalar: &mut Tensor, value: f64) -> Result;
+
+    /// Waits for what was asked of the device and reads a scalar.
+    fn scalar(&self, scalar: &Tensor) -> Result<f64>;
+
+    fn zero(&self, tensor: &mut Tensor) -> Result;
+
+    /// `out = residual + bias + x * W`
+    fn linear(
+        &self,
+        x: Mat,
+        weight: Linear,
+        bias: Option<&Tensor>,
+        residual: Option<&Tensor>,
+        out: MatMut,
+    ) -> Result;
+
+    /// `dx (+)= dy * Wᵀ`
+    fn linear_input_gradient(&self, dy: Mat, weight: Linear, dx: MatMut, accumulate: bool) -> Result;
+
+    /// `gradient (+)= xᵀ * dy`, in the layout `in_out` says.
+    fn linear_weight_gradient(
+        &self,
+        x: Mat,
+        dy: Mat,
+        gradient: &mut Tensor,
+        in_out: bool,
+        accumulate: bool,
+    ) -> Result;
+
+    /// `gradient (+)= column sums of dy`
+    fn bias_gradient(&self, dy: Mat, gradient: &mut Tensor, accumulate: bool) -> Result;
+
+    /// Normalises rows of `x` into `out` and keeps the rows' statistics.
+    #[allow(clippy::too_many_arguments)]
+    fn norm(
+        &self,
+        kind: NormKind,
+        eps: f32,
+        x: Mat,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        statistics: &mut Tensor,
+        out: &mut Tensor,
+    ) -> Result;
+
+    /// The norm's output again, from its statistics.
+    fn norm_again(
+        &self,
+        kind: NormKind,
+        x: Mat,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        statistics: &Tensor,
+        out: &mut Tensor,
+    ) -> Result;
+
+    /// `dx (+)=` the norm's input gradient.
+    #[allow(clippy::too_many_arguments)]
+    fn norm_input_gradient(
+        &self,
+        kind: NormKind,
+        x: Mat,
+        weight: &Tensor,
+        statistics: &Tensor,
+        dy: &Tensor,
+        dx: &mut Tensor,
+        accumulate: bool,
+    ) -> Result;
+
+    /// Weight and bias gradients of a norm.
+    #[allow(clippy::too_many_arguments)]
+    fn norm_parameter_gradient(
+        &self,
+        kind: NormKind,
+        x: Mat,
+        statistics: &Tensor,
+        dy: &Tensor,
+        weight_gradient: &mut Tensor,
+        bias_gradient: Option<&mut Tensor>,
+        accumulate: [bool; 2],
+    ) -> Result;
+
+    /// `out = gelu(x)`, by the tanh approximation.
+    fn gelu(&self, x: &Tensor, out: &mut Tensor) -> Result;
+
+    /// From `x` and the gradient of `gelu(x)`: `x` becomes `gelu(x)`, `gradient` becomes the gradient of
+    /// `x`. One pass gives the backward both things it needs.
+    fn gelu_backward(&self, x: &mut Tensor, gradient: &mut Tensor) -> Result;
+
+    /// `out = silu(gate) * up`
+    fn swiglu(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) -> Result;
+
+    /// From `gate`, `up` and the gradient of their product: `gate` and `up` become their gradients,
+    /// `gradient` becomes the product itself.
+    fn swiglu_backward(&self, gate: &mut Tensor, up: &mut Tensor, gradient: &mut Tensor) -> Result;
+
+    /// Turns queries and keys of `qkv` in place by the angles of `table` ([sequence, head_size]: cosines
+    /// then sines of a row's pairs); `inverse` turns back, which is the gradient.
+    fn rotary(&self, shape: AttentionShape, table: &Tensor, inverse: bool, qkv: &mut Tensor) -> Result;
+
+    /// Causal attention. `logsumexp` ([rows, heads]) is what the backward needs of the scores.
+    fn attention(
+        &self,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        qkv: &Tensor,
+        out: &mut Tensor,
+        logsumexp: &mut Tensor,
+    ) -> Result;
+
+    /// Gradients of queries, keys and values; `delta` is scratch of the size of `logsumexp`.
+    #[allow(clippy::too_many_arguments)]
+    fn attention_backward(
+        &self,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        qkv: &Tensor,
+        out: &Tensor,
+        logsumexp: &Tensor,
+        out_gradient: &Tensor,
+        delta: &mut Tensor,
+        qkv_gradient: &mut Tensor,
+    ) -> Result;
+
+    /// `out = tokens' rows of the table (+ rows of the position table)`
+    fn embed(
+        &self,
+        tokens: &Tensor,
+        sequence: usize,
+        width: usize,
+        table: &Tensor,
+        positions: Option<&Tensor>,
+        out: &mut Tensor,
+    ) -> Result;
+
+    /// Adds each token's gradient row to its row of `gradient`; tokens that repeat all count.
+    fn embed_gradient(
+        &self,
+        tokens: &Tensor,
+        width: usize,
+        dy: &Tensor,
+        gradient: &mut Tensor,
+        accumulate: bool,
+    ) -> Result;
+
+    /// Sums gradient rows over samples, one row per position.
+    fn position_gradient(
+        &self,
+        sequence: usize,
+        width: usize,
+        dy: &Tensor,
+        gradient: &mut Tensor,
+        accumulate: bool,
+    ) -> Result;
+
+    /// `out = residual + dropped x`, rows of `cols` in samples of `sequence` rows; without a residual just
+    /// the dropped `x`. `x` and `out` are the same tensor.
+    fn dropout(
+        &self,
+        site: DropoutSite,
+        sequence: usize,
+        cols: usize,
+        residual: Option<&Tensor>,
+        out: &mut Tensor,
+    ) -> Result;
+
+    /// `out = dropped x`
+    fn dropout_copy(
+        &self,
+        site: DropoutSite,
+        sequence: usize,
+        cols: usize,
+        x: &Tensor,
+        out: &mut Tensor,
+    ) -> Result;
+
+    /// Adds the rows' cross-entropies to the scalar `loss`; rows whose target is negative count for nothing.
+    /// Works in place: the logits exist once.
+    fn cross_entropy(
+        &self,
+        targets: &[i32],
+        vocabulary: usize,
+        mode: LossMode,
+        logits: &mut Tensor,
+        loss: &mut Tensor,
+    ) -> Result;
+
+    /// Sets the scalar to the sum of squares over all the tensors.
+    fn sum_squares(&self, tensors: &[&Tensor], sum: &mut Tensor) -> Result;
+
+    /// One AdamW update: moments, decay and parameter in one pass.
+    fn adamw(
+        &self,
+        settings: &AdamW,
+        clip: Option<Clip>,
+        gradient: &Tensor,
+        first: &mut Tensor,
+        second: &mut Tensor,
+        parameter: &mut Tensor,
+    ) -> Result;
+
+    /// One SGD update; without a `velocity` there is no momentum.
+    fn sgd(
+        &self,
+        settings: &Sgd,
+        clip: Option<Clip>,
+        gradient: &Tensor,
+        velocity: Option<&mut Tensor>,
+        parameter: &mut Tensor,
+    ) -> Result;
+}

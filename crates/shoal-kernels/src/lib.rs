@@ -1,0 +1,22 @@
+//! Device memory and the operations on it. Layers call [`Device`], never a kind of hardware, and know no
+//! kernel; kernels know no model.
+//!
+//! - [`memory`]: one arena per device, every byte counted against a budget.
+//! - [`tensor`]: an owned piece of that memory.
+//! - [`device`]: the operations every device offers, fused where that saves a pass over memory.
+//! - [`random`]: numbers as a pure function of where they are used, so that dropout and initial weights do
+//!   not notice the plan.
+//! - [`cpu`]: those operations on the cores of this machine (AVX-512, AVX2 or plain, found at start).
+
+pub mod cpu;
+pub mod device;
+pub mod memory;
+pub mod random;
+pub mod tensor;
+
+pub use cpu::CpuDevice;
+pub use device::{
+    AdamW, AttentionShape, Clip, Device, DropoutSite, Linear, LossMode, Mat, MatMut, NormKind, Sgd,
+};
+pub use memory::{Arena, MemoryError};
+pub use tensor::Tensor;

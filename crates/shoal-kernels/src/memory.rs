@@ -1,0 +1,246 @@
+//! One arena per device: a reserved range of addresses from which blocks are cut and to which they return.
+//!
+//! Why not the system allocator: a training step frees and takes the same few large blocks again and again,
+//! and each trip through `mmap` would fault its pages in anew; and a budget is only worth something if every
+//! byte passes one gate. Blocks are placed at the lowest address that fits and merge when freed, so the
+//! resident size stays close to the counted peak.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use memmap2::{MmapMut, MmapOptions};
+use thiserror::Error;
+
+/// Every block is a multiple of this and starts at one.
+pub const GRANULE_BYTES: usize = 256;
+
+#[derive(Debug, Error)]
+pub enum MemoryError {
+    #[error(
+        "{device}: {who} asks for {asked} bytes, but {used} of the budget of {budget} are in use ({short} short)"
+    )]
+    OverBudget { device: String, who: String, asked: u64, used: u64, budget: u64, short: u64 },
+    #[error("{device}: the system refused to reserve {bytes} bytes of addresses: {source}")]
+    Reserve { device: String, bytes: u64, source: std::io::Error },
+}
+
+impl MemoryError {
+    pub fn hint(&self) -> Option<String> {
+        Some(match self {
+            MemoryError::OverBudget { .. } => {
+                "give the device a larger budget, or train with smaller micro-batches or recomputation".into()
+            }
+            MemoryError::Reserve { .. } => {
+                "lower the device's budget, or raise the limit on address space (ulimit -v)".into()
+            }
+        })
+    }
+}
+
+/// A device's memory.
+pub struct Arena {
+    device: String,
+    budget: u64,
+    /// The reserved range. Never read or written through this handle, only through the blocks cut from it.
+    base: *mut u8,
+    /// Keeps the range mapped.
+    _mapping: MmapMut,
+    free: Mutex<FreeList>,
+    /// Fills new blocks with NaN, so that a test sees a read of memory nothing wrote.
+    poison: bool,
+}
+
+// SAFETY: `base` is only turned into slices by `Block`, which owns its range exclusively.
+unsafe impl Send for Arena {}
+// SAFETY: as above; the free list is behind a mutex.
+unsafe impl Sync for Arena {}
+
+/// Which ranges are free, and how much was in use at the highest.
+struct FreeList {
+    /// Offset to length; neighbours are always merged.
+    ranges: BTreeMap<usize, usize>,
+    used: u64,
+    peak: u64,
+}
+
+impl Arena {
+    pub fn new(device: &str, budget: u64) -> Result<Arc<Arena>, MemoryError> {
+        Arena::build(device, budget, false)
+    }
+
+    /// An arena whose blocks start out as NaN.
+    pub fn poisoned(device: &str, budget: u64) -> Result<Arc<Arena>, MemoryError> {
+        Arena::build(device, budget, true)
+    }
+
+    fn build(device: &str, budget: u64, poison: bool) -> Result<Arc<Arena>, MemoryError> {
+        // Addresses cost nothing until touched: twice the budget leaves room for holes between blocks, so
+        // that an allocation within the budget cannot fail for fragmentation.
+        let reserve = (2 * budget as usize + (64 << 20)).next_multiple_of(1 << 21);
+        let refused = |source| MemoryError::Reserve { device: device.into(), bytes: reserve as u64, source };
+        let mut mapping = MmapOptions::new().len(reserve).no_reserve_swap().map_anon().map_err(refused)?;
+        // Large pages spare the matrix products most of their address translations; a refusal is harmless.
+        let _ = mapping.advise(memmap2::Advice::HugePage);
+        let base = mapping.as_mut_ptr();
+        let free = FreeList { ranges: BTreeMap::from([(0, reserve)]), used: 0, peak: 0 };
+        Ok(Arc::new(Arena {
+            device: device.into(),
+            budget,
+            base,
+            _mapping: mapping,
+            free: Mutex::new(free),
+            poison,
+        }))
+    }
+
+    fn free_list(&self) -> MutexGuard<'_, FreeList> {
+        // The list is consistent between statements, so a panic elsewhere does not spoil it.
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn device(&self) -> &str {
+        &self.device
+    }
+
+    pub fn budget(&self) -> u64 {
+        self.budget
+    }
+
+    /// Bytes in use now.
+    pub fn used(&self) -> u64 {
+        self.free_list().used
+    }
+
+    /// The most bytes in use at once since the start or the last [`Arena::reset_peak`].
+    pub fn peak(&self) -> u64 {
+        self.free_list().peak
+    }
+
+    pub fn reset_peak(&self) {
+        let mut free = self.free_list();
+        free.peak = free.used;
+    }
+
+    /// Cuts a block; `who` is named if the budget refuses.
+    pub(crate) fn take(self: &Arc<Self>, who: &str, bytes: usize) -> Result<Block, MemoryError> {
+        let length = bytes.max(1).next_multiple_of(GRANULE_BYTES);
+        let mut free = self.free_list();
+        let over = |used: u64| MemoryError::OverBudget {
+            device: self.device.clone(),
+            who: who.into(),
+            asked: length as u64,
+            used,
+            budget: self.budget,
+            short: (used + length as u64).saturating_sub(self.budget),
+        };
+        if free.used + length as u64 > self.budget {
+            return Err(over(free.used));
+        }
+        let fit =
+            free.ranges.iter().find(|(_, size)| **size >= length).map(|(offset, size)| (*offset, *size));
+        let Some((offset, size)) = fit else { return Err(over(free.used)) };
+        free.ranges.remove(&offset);
+        if size > length {
+            free.ranges.insert(offset + length, size - length);
+        }
+        free.used += length as u64;
+        free.peak = free.peak.max(free.used);
+        drop(free);
+        let mut block = Block { arena: self.clone(), offset, length };
+        if self.poison {
+            block.bytes_mut().fill(0xff);
+        }
+        Ok(block)
+    }
+
+    fn give_back(&self, mut offset: usize, mut length: usize) {
+        let mut free = self.free_list();
+        free.used -= length as u64;
+        if let Some(next) = free.ranges.remove(&(offset + length)) {
+            length += next;
+        }
+        let before = free.ranges.range(..offset).next_back().map(|(start, size)| (*start, *size));
+        if let Some((start, size)) = before
+            && start + size == offset
+        {
+            free.ranges.remove(&start);
+            offset = start;
+            length += size;
+        }
+        free.ranges.insert(offset, length);
+    }
+}
+
+/// A range of the arena with one owner; it returns when dropped.
+pub(crate) struct Block {
+    arena: Arc<Arena>,
+    offset: usize,
+    length: usize,
+}
+
+impl Block {
+    /// First byte of the block, aligned to [`GRANULE_BYTES`].
+    pub(crate) fn start(&self) -> *mut u8 {
+        // SAFETY: the free list only hands out ranges inside the mapping.
+        unsafe { self.arena.base.add(self.offset) }
+    }
+
+    pub(crate) fn length(&self) -> usize {
+        self.length
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the range is mapped, zero-initialised by the system or written since, and ours alone.
+        unsafe { std::slice::from_raw_parts_mut(self.start(), self.length) }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        self.arena.give_back(self.offset, self.length);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn past_the_budget_the_error_names_who_asked() {
+        let arena = Arena::new("cpu:0", 4096).unwrap();
+        let _held = arena.take("weights", 3000).unwrap();
+        let error = arena.take("the logits", 2000).err().unwrap();
+        let text = error.to_string();
+        assert!(text.contains("cpu:0") && text.contains("the logits") && text.contains("4096"), "{text}");
+        assert!(error.hint().is_some());
+        assert_eq!(arena.used(), 3072);
+    }
+
+    proptest! {
+        /// Blocks never overlap, and after any order of releases the arena is whole again.
+        #[test]
+        fn any_order_of_taking_and_giving_leaves_no_trace(
+            steps in prop::collection::vec((0usize..6000, any::<prop::sample::Index>(), any::<bool>()), 1..80)
+        ) {
+            let arena = Arena::new("cpu:0", 1 << 20).unwrap();
+            let mut held: Vec<Block> = Vec::new();
+            for (bytes, which, release) in steps {
+                if release && !held.is_empty() {
+                    held.swap_remove(which.index(held.len()));
+                } else if let Ok(block) = arena.take("test", bytes) {
+                    for other in &held {
+                        let apart = block.offset + block.length <= other.offset
+                            || other.offset + other.length <= block.offset;
+                        prop_assert!(apart);
+                    }
+                    held.push(block);
+                }
+                prop_assert_eq!(arena.used(), held.iter().map(|block| block.length as u64).sum::<u64>());
+            }
+            held.clear();
+            prop_assert_eq!(arena.used(), 0);
+            prop_assert_eq!(arena.free_list().ranges.len(), 1);
+        }
+    }
+}

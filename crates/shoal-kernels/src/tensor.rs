@@ -1,0 +1,74 @@
+//! An owned piece of a device's memory holding 4-byte elements. It carries no shape: the operation that
+//! uses it says how it is laid out, and checks that the length fits.
+
+use std::sync::Arc;
+
+use crate::memory::{Arena, Block, MemoryError};
+
+pub struct Tensor {
+    block: Block,
+    elements: usize,
+}
+
+// SAFETY: a tensor owns its block exclusively, like a boxed slice.
+unsafe impl Send for Tensor {}
+// SAFETY: shared access is read-only.
+unsafe impl Sync for Tensor {}
+
+impl Tensor {
+    /// Takes room for `elements` numbers; what they hold is unspecified until written.
+    pub fn new(arena: &Arc<Arena>, who: &str, elements: usize) -> Result<Tensor, MemoryError> {
+        Ok(Tensor { block: arena.take(who, 4 * elements)?, elements })
+    }
+
+    pub fn zeros(arena: &Arc<Arena>, who: &str, elements: usize) -> Result<Tensor, MemoryError> {
+        let mut tensor = Tensor::new(arena, who, elements)?;
+        tensor.floats_mut().fill(0.0);
+        Ok(tensor)
+    }
+
+    pub fn from_floats(arena: &Arc<Arena>, who: &str, values: &[f32]) -> Result<Tensor, MemoryError> {
+        let mut tensor = Tensor::new(arena, who, values.len())?;
+        tensor.floats_mut().copy_from_slice(values);
+        Ok(tensor)
+    }
+
+    pub fn from_integers(arena: &Arc<Arena>, who: &str, values: &[i32]) -> Result<Tensor, MemoryError> {
+        let mut tensor = Tensor::new(arena, who, values.len())?;
+        tensor.integers_mut().copy_from_slice(values);
+        Ok(tensor)
+    }
+
+    pub fn len(&self) -> usize {
+        self.elements
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.elements == 0
+    }
+
+    /// Bytes counted against the budget.
+    pub fn bytes(&self) -> usize {
+        self.block.length()
+    }
+
+    pub fn floats(&self) -> &[f32] {
+        // SAFETY: the block is at least 4 * elements bytes, aligned, initialised, and any bits are an f32.
+        unsafe { std::slice::from_raw_parts(self.block.start().cast(), self.elements) }
+    }
+
+    pub fn floats_mut(&mut self) -> &mut [f32] {
+        // SAFETY: as for `floats`, and `&mut self` makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.block.start().cast(), self.elements) }
+    }
+
+    pub fn integers(&self) -> &[i32] {
+        // SAFETY: as for `floats`; any bits are an i32.
+        unsafe { std::slice::from_raw_parts(self.block.start().cast(), self.elements) }
+    }
+
+    pub fn integers_mut(&mut self) -> &mut [i32] {
+        // SAFETY: as for `integers`, and `&mut self` makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.block.start().cast(), self.elements) }
+    }
+}

@@ -1,0 +1,61 @@
+//! Parameters and floating-point operations by arithmetic. Counted are the matrix products a step cannot
+//! do without: recomputation is overhead, not work, and the causal half of attention is counted as half.
+
+use crate::chain::{BlockSpec, Chain, LayerKind};
+use crate::config::Activation;
+
+impl Chain {
+    /// Parameters of the whole model; a tied tensor counts once.
+    pub fn parameters(&self) -> u64 {
+        self.tensors.iter().map(|tensor| tensor.elements() as u64).sum()
+    }
+
+    /// Forward operations of one sample through the whole chain.
+    pub fn forward_flops(&self, sequence: usize) -> u64 {
+        self.layers.iter().map(|layer| layer.kind.forward_flops(sequence)).sum()
+    }
+
+    /// Operations of one sample's training step: the backward costs two products per forward one.
+    pub fn training_flops(&self, sequence: usize) -> u64 {
+        3 * self.forward_flops(sequence)
+    }
+}
+
+impl LayerKind {
+    /// Forward operations of one sample through this layer.
+    pub fn forward_flops(&self, sequence: usize) -> u64 {
+        match self {
+            LayerKind::Embedding(_) => 0,
+            LayerKind::Block(block) => block_flops(block, sequence),
+            LayerKind::Head(head) => 2 * sequence as u64 * head.width as u64 * head.vocabulary as u64,
+        }
+    }
+}
+
+fn block_flops(block: &BlockSpec, sequence: usize) -> u64 {
+    let (t, width) = (sequence as u64, block.width as u64);
+    let query = block.query_width() as u64;
+    let projections = match block.activation {
+        Activation::GeluTanh => 2,
+        Activation::SwiGlu => 3,
+    };
+    let weights =
+        width * block.qkv_width() as u64 + query * width + projections * width * block.mlp_width as u64;
+    // Two products (scores and values), two operations each, over the pairs with key <= query.
+    let attention = 2 * 2 * query * (t * (t + 1) / 2);
+    2 * t * weights + attention
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Chain, presets::preset};
+
+    #[test]
+    fn training_flops_are_close_to_six_per_parameter_and_token() {
+        let chain = Chain::new(&preset("gpt2-124m").unwrap());
+        let per_token = chain.training_flops(1024) as f64 / 1024.0;
+        let estimate = 6.0 * chain.parameters() as f64;
+        // Attention adds, the position table takes away.
+        assert!(per_token > estimate && per_token < 1.1 * estimate, "{per_token} against {estimate}");
+    }
+}

@@ -1,0 +1,337 @@
+//! A model unrolled into its chain of layers: the rows of a plan. Every tensor is listed once; a tied
+//! tensor is one entry that two layers name, so that a plan has one row for its state and both layers'
+//! gradients go to it.
+
+use crate::config::{Activation, Architecture, DecoderConfig, Norm, Position};
+
+/// What a tensor is to its layer. A layer's tensors are looked up by slot, so that kernels need no names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Slot {
+    TokenEmbedding,
+    PositionEmbedding,
+    AttentionNormWeight,
+    AttentionNormBias,
+    /// Queries, keys and values from one matrix.
+    QkvWeight,
+    QkvBias,
+    QueryWeight,
+    QueryBias,
+    KeyWeight,
+    KeyBias,
+    ValueWeight,
+    ValueBias,
+    AttentionOutputWeight,
+    AttentionOutputBias,
+    MlpNormWeight,
+    MlpNormBias,
+    GateWeight,
+    GateBias,
+    UpWeight,
+    UpBias,
+    DownWeight,
+    DownBias,
+    FinalNormWeight,
+    FinalNormBias,
+    OutputWeight,
+}
+
+/// How a tensor of a new model is drawn.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Init {
+    Zeros,
+    Ones,
+    /// Normal with mean 0 and this standard deviation.
+    Normal(f32),
+}
+
+/// One tensor of the model, under its Hugging Face name and in the layout that name has there.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorSpec {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub init: Init,
+}
+
+impl TensorSpec {
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Matrices are decayed under `decay = "matrices"`; norms and biases are not.
+    pub fn is_matrix(&self) -> bool {
+        self.shape.len() >= 2
+    }
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct EmbeddingSpec {
+    pub vocabulary: usize,
+    pub width: usize,
+    pub dropout: f32,
+}
+
+/// A transformer block; norms come before attention and before the MLP.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BlockSpec {
+    pub width: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_size: usize,
+    pub mlp_width: usize,
+    pub rotary: bool,
+    pub norm: Norm,
+    pub norm_eps: f32,
+    pub activation: Activation,
+    pub attention_scale: f32,
+    pub attention_dropout: f32,
+    pub residual_dropout: f32,
+    /// GPT-2 stores matrices as [in, out]; everyone else as [out, in].
+    pub weights_in_out: bool,
+}
+
+impl BlockSpec {
+    pub fn query_width(&self) -> usize {
+        self.heads * self.head_size
+    }
+
+    pub fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_size
+    }
+
+    pub fn qkv_width(&self) -> usize {
+        self.query_width() + 2 * self.kv_width()
+    }
+}
+
+/// Final norm, output projection and cross-entropy.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeadSpec {
+    pub vocabulary: usize,
+    pub width: usize,
+    pub norm: Norm,
+    pub norm_eps: f32,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub enum LayerKind {
+    Embedding(EmbeddingSpec),
+    Block(BlockSpec),
+    Head(HeadSpec),
+}
+
+/// One row of a plan.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Layer {
+    pub name: String,
+    pub kind: LayerKind,
+    /// The layer's tensors, as indices into [`Chain::tensors`].
+    pub tensors: Vec<(Slot, usize)>,
+}
+
+/// The model as the planner, the program and the engine see it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chain {
+    pub layers: Vec<Layer>,
+    pub tensors: Vec<TensorSpec>,
+    /// Angle per position of each rotary frequency pair; empty where positions are learned.
+    pub rotary_frequencies: Vec<f64>,
+    /// The longest sequence the model can take.
+    pub positions: usize,
+    pub vocabulary: usize,
+}
+
+impl Chain {
+    pub fn new(config: &DecoderConfig) -> Chain {
+        let mut builder = Builder { config, tensors: Vec::new() };
+        let mut layers = vec![builder.embedding()];
+        layers.extend((0..config.layers).map(|index| builder.block(index)));
+        layers.push(builder.head(&layers[0]));
+        Chain {
+            layers,
+            tensors: builder.tensors,
+            rotary_frequencies: config.rotary_frequencies(),
+            positions: config.positions,
+            vocabulary: config.vocabulary,
+        }
+    }
+
+    /// Layers that use a tensor, in chain order: more than one where it is tied.
+    pub fn users(&self, tensor: usize) -> impl Iterator<Item = usize> + '_ {
+        self.layers
+            .iter()
+            .enumerate()
+            .filter(move |(_, layer)| layer.tensors.iter().any(|(_, index)| *index == tensor))
+            .map(|(index, _)| index)
+    }
+}
+
+/// Collects tensors while the layers are laid out.
+struct Builder<'a> {
+    config: &'a DecoderConfig,
+    tensors: Vec<TensorSpec>,
+}
+
+impl Builder<'_> {
+    fn tensor(&mut self, slot: Slot, name: String, shape: Vec<usize>, init: Init) -> (Slot, usize) {
+        self.tensors.push(TensorSpec { name, shape, init });
+        (slot, self.tensors.len() - 1)
+    }
+
+    fn embedding(&mut self) -> Layer {
+        let c = self.config;
+        let normal = Init::Normal(c.init_range);
+        let (tokens, positions) = match c.architecture {
+            Architecture::Gpt2 => ("transformer.wte.weight", "transformer.wpe.weight"),
+            Architecture::Llama | Architecture::Qwen2 => ("model.embed_tokens.weight", ""),
+        };
+        let shape = vec![c.vocabulary, c.width];
+        let mut tensors = vec![self.tensor(Slot::TokenEmbedding, tokens.into(), shape, normal)];
+        if c.position == Position::Learned {
+            let shape = vec![c.positions, c.width];
+            tensors.push(self.tensor(Slot::PositionEmbedding, positions.into(), shape, normal));
+        }
+        let kind = LayerKind::Embedding(EmbeddingSpec {
+            vocabulary: c.vocabulary,
+            width: c.width,
+            dropout: c.dropout.embedding,
+        });
+        Layer { name: "embedding".into(), kind, tensors }
+    }
+
+    fn block(&mut self, index: usize) -> Layer {
+        let c = self.config;
+        let kind = LayerKind::Block(BlockSpec {
+            width: c.width,
+            heads: c.heads,
+            kv_heads: c.kv_heads,
+            head_size: c.head_size,
+            mlp_width: c.mlp_width,
+            rotary: matches!(c.position, Position::Rotary { .. }),
+            norm: c.norm,
+            norm_eps: c.norm_eps,
+            activation: c.activation,
+            attention_scale: c.attention_scale,
+            attention_dropout: c.dropout.attention,
+            residual_dropout: c.dropout.residual,
+            weights_in_out: c.architecture == Architecture::Gpt2,
+        });
+        let tensors = match c.architecture {
+            Architecture::Gpt2 => self.gpt2_block(index),
+            Architecture::Llama | Architecture::Qwen2 => self.llama_block(index),
+        };
+        Layer { name: format!("block {index}"), kind, tensors }
+    }
+
+    fn gpt2_block(&mut self, index: usize) -> Vec<(Slot, usize)> {
+        let c = self.config;
+        let name = |part: &str| format!("transformer.h.{index}.{part}");
+        let normal = Init::Normal(c.init_range);
+        // Projections back into the residual stream start smaller, the deeper the model.
+        let residual = Init::Normal(c.init_range / (2.0 * c.layers as f32).sqrt());
+        let (w, f) = (c.width, c.mlp_width);
+        let (query, qkv) = (c.query_width(), c.qkv_width());
+        let rows: [(Slot, &str, Vec<usize>, Init); 12] = [
+            (Slot::AttentionNormWeight, "ln_1.weight", vec![w], Init::Ones),
+            (Slot::AttentionNormBias, "ln_1.bias", vec![w], Init::Zeros),
+            (Slot::QkvWeight, "attn.c_attn.weight", vec![w, qkv], normal),
+            (Slot::QkvBias, "attn.c_attn.bias", vec![qkv], Init::Zeros),
+            (Slot::AttentionOutputWeight, "attn.c_proj.weight", vec![query, w], residual),
+            (Slot::AttentionOutputBias, "attn.c_proj.bias", vec![w], Init::Zeros),
+            (Slot::MlpNormWeight, "ln_2.weight", vec![w], Init::Ones),
+            (Slot::MlpNormBias, "ln_2.bias", vec![w], Init::Zeros),
+            (Slot::UpWeight, "mlp.c_fc.weight", vec![w, f], normal),
+            (Slot::UpBias, "mlp.c_fc.bias", vec![f], Init::Zeros),
+            (Slot::DownWeight, "mlp.c_proj.weight", vec![f, w], residual),
+            (Slot::DownBias, "mlp.c_proj.bias", vec![w], Init::Zeros),
+        ];
+        rows.into_iter().map(|(slot, part, shape, init)| self.tensor(slot, name(part), shape, init)).collect()
+    }
+
+    fn llama_block(&mut self, index: usize) -> Vec<(Slot, usize)> {
+        let c = self.config;
+        let name = |part: &str| format!("model.layers.{index}.{part}");
+        let normal = Init::Normal(c.init_range);
+        let (w, f, q, k) = (c.width, c.mlp_width, c.query_width(), c.kv_width());
+        let rows: [(bool, Slot, &str, Vec<usize>, Init); 16] = [
+            (true, Slot::AttentionNormWeight, "input_layernorm.weight", vec![w], Init::Ones),
+            (true, Slot::QueryWeight, "self_attn.q_proj.weight", vec![q, w], normal),
+            (c.qkv_bias, Slot::QueryBias, "self_attn.q_proj.bias", vec![q], Init::Zeros),
+            (true, Slot::KeyWeight, "self_attn.k_proj.weight", vec![k, w], normal),
+            (c.qkv_bias, Slot::KeyBias, "self_attn.k_proj.bias", vec![k], Init::Zeros),
+            (true, Slot::ValueWeight, "self_attn.v_proj.weight", vec![k, w], normal),
+            (c.qkv_bias, Slot::ValueBias, "self_attn.v_proj.bias", vec![k], Init::Zeros),
+            (true, Slot::AttentionOutputWeight, "self_attn.o_proj.weight", vec![w, q], normal),
+            (
+                c.attention_output_bias,
+                Slot::AttentionOutputBias,
+                "self_attn.o_proj.bias",
+                vec![w],
+                Init::Zeros,
+            ),
+            (true, Slot::MlpNormWeight, "post_attention_layernorm.weight", vec![w], Init::Ones),
+            (true, Slot::GateWeight, "mlp.gate_proj.weight", vec![f, w], normal),
+            (c.mlp_bias, Slot::GateBias, "mlp.gate_proj.bias", vec![f], Init::Zeros),
+            (true, Slot::UpWeight, "mlp.up_proj.weight", vec![f, w], normal),
+            (c.mlp_bias, Slot::UpBias, "mlp.up_proj.bias", vec![f], Init::Zeros),
+            (true, Slot::DownWeight, "mlp.down_proj.weight", vec![w, f], normal),
+            (c.mlp_bias, Slot::DownBias, "mlp.down_proj.bias", vec![w], Init::Zeros),
+        ];
+        rows.into_iter()
+            .filter(|row| row.0)
+            .map(|(_, slot, part, shape, init)| self.tensor(slot, name(part), shape, init))
+            .collect()
+    }
+
+    fn head(&mut self, embedding: &Layer) -> Layer {
+        let c = self.config;
+        let (norm_weight, norm_bias) = match c.architecture {
+            Architecture::Gpt2 => ("transformer.ln_f.weight", "transformer.ln_f.bias"),
+            Architecture::Llama | Architecture::Qwen2 => ("model.norm.weight", ""),
+        };
+        let mut tensors =
+            vec![self.tensor(Slot::FinalNormWeight, norm_weight.into(), vec![c.width], Init::Ones)];
+        if c.norm == Norm::Layer {
+            tensors.push(self.tensor(Slot::FinalNormBias, norm_bias.into(), vec![c.width], Init::Zeros));
+        }
+        tensors.push(if c.tied {
+            (Slot::OutputWeight, embedding.tensors[0].1)
+        } else {
+            let shape = vec![c.vocabulary, c.width];
+            self.tensor(Slot::OutputWeight, "lm_head.weight".into(), shape, Init::Normal(c.init_range))
+        });
+        let kind = LayerKind::Head(HeadSpec {
+            vocabulary: c.vocabulary,
+            width: c.width,
+            norm: c.norm,
+            norm_eps: c.norm_eps,
+        });
+        Layer { name: "head".into(), kind, tensors }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::presets::preset;
+
+    #[test]
+    fn a_tied_head_names_the_embedding_and_an_untied_one_its_own_matrix() {
+        let tied = Chain::new(&preset("gpt2-tiny").unwrap());
+        assert_eq!(tied.users(0).collect::<Vec<_>>(), [0, 3]);
+        assert!(tied.tensors.iter().all(|t| t.name != "lm_head.weight"));
+        let untied = Chain::new(&preset("llama-tiny").unwrap());
+        assert_eq!(untied.users(0).collect::<Vec<_>>(), [0]);
+        assert_eq!(untied.tensors.last().unwrap().name, "lm_head.weight");
+    }
+
+    #[test]
+    fn names_are_unique() {
+        for name in crate::presets::NAMES {
+            let chain = Chain::new(&preset(name).unwrap());
+            let mut names: Vec<_> = chain.tensors.iter().map(|t| &t.name).collect();
+            names.sort();
+            names.dedup();
+            assert_eq!(names.len(), chain.tensors.len(), "{name}");
+        }
+    }
+}

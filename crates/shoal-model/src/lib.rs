@@ -1,0 +1,22 @@
+//! What is trained: the chain of layers of each architecture, the names and shapes of its tensors, and
+//! parameters, floating-point operations and bytes by arithmetic. No I/O and no tensors: the planner and
+//! the simulator reason about a model of any size with nothing but this crate.
+//!
+//! - [`config`]: one description that covers every decoder we train.
+//! - [`hugging_face`]: `config.json` to and from that description.
+//! - [`presets`]: the usual sizes by name.
+//! - [`chain`]: the description unrolled into layers and tensors, the rows of a plan.
+//! - [`arithmetic`]: parameters and floating-point operations.
+//! - [`footprint`]: the bytes each layer's forward and backward take, to the byte.
+
+pub mod arithmetic;
+pub mod chain;
+pub mod config;
+pub mod footprint;
+pub mod hugging_face;
+pub mod presets;
+
+pub use chain::{BlockSpec, Chain, EmbeddingSpec, HeadSpec, Init, Layer, LayerKind, Slot, TensorSpec};
+pub use config::{Activation, Architecture, DecoderConfig, Dropout, Norm, Position, RotaryScaling};
+pub use footprint::{Footprint, Retention};
+pub use hugging_face::ConfigError;

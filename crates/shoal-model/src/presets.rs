@@ -1,0 +1,163 @@
+//! The usual sizes by name, so that a job can say `preset = "gpt2-124m"` and have no folder at hand.
+
+use crate::config::{Activation, Architecture, DecoderConfig, Dropout, Norm, Position, RotaryScaling};
+
+/// Every preset's name, smallest first within its family.
+pub const NAMES: &[&str] = &[
+    "gpt2-tiny",
+    "gpt2-mini",
+    "gpt2-124m",
+    "gpt2-355m",
+    "gpt2-774m",
+    "gpt2-1.5b",
+    "llama-tiny",
+    "llama-15m",
+    "llama-110m",
+    "llama-1b",
+    "llama-7b",
+    "qwen2-tiny",
+    "qwen2-0.5b",
+    "qwen2-1.5b",
+];
+
+/// The configuration behind a preset's name.
+pub fn preset(name: &str) -> Option<DecoderConfig> {
+    Some(match name {
+        "gpt2-tiny" => gpt2(256, 64, 2, 4, 256),
+        "gpt2-mini" => gpt2(256, 384, 6, 6, 1024),
+        "gpt2-124m" => gpt2(50257, 768, 12, 12, 1024),
+        "gpt2-355m" => gpt2(50257, 1024, 24, 16, 1024),
+        "gpt2-774m" => gpt2(50257, 1280, 36, 20, 1024),
+        "gpt2-1.5b" => gpt2(50257, 1600, 48, 25, 1024),
+        "llama-tiny" => llama(256, 64, 2, 4, 2, 176, 256, 1e4, false),
+        "llama-15m" => llama(32000, 288, 6, 6, 6, 768, 256, 1e4, true),
+        "llama-110m" => llama(32000, 768, 12, 12, 12, 2048, 1024, 1e4, true),
+        "llama-1b" => DecoderConfig {
+            position: Position::Rotary {
+                theta: 5e5,
+                scaling: RotaryScaling::Llama3 {
+                    factor: 32.0,
+                    low_freq_factor: 1.0,
+                    high_freq_factor: 4.0,
+                    original_positions: 8192.0,
+                },
+            },
+            ..llama(128256, 2048, 16, 32, 8, 8192, 131072, 5e5, true)
+        },
+        "llama-7b" => llama(32000, 4096, 32, 32, 32, 11008, 4096, 1e4, false),
+        "qwen2-tiny" => qwen2(256, 64, 2, 4, 2, 176, 256),
+        "qwen2-0.5b" => qwen2(151936, 896, 24, 14, 2, 4864, 131072),
+        "qwen2-1.5b" => qwen2(151936, 1536, 28, 12, 2, 8960, 131072),
+        _ => return None,
+    })
+}
+
+/// A GPT-2 of any size, without dropout (the released weights were trained with it, few train so today).
+pub fn gpt2(vocabulary: usize, width: usize, layers: usize, heads: usize, positions: usize) -> DecoderConfig {
+    DecoderConfig {
+        architecture: Architecture::Gpt2,
+        vocabulary,
+        width,
+        layers,
+        heads,
+        kv_heads: heads,
+        head_size: width / heads,
+        mlp_width: 4 * width,
+        positions,
+        position: Position::Learned,
+        norm: Norm::Layer,
+        norm_eps: 1e-5,
+        activation: Activation::GeluTanh,
+        attention_scale: 1.0 / ((width / heads) as f32).sqrt(),
+        qkv_bias: true,
+        attention_output_bias: true,
+        mlp_bias: true,
+        tied: true,
+        dropout: Dropout::default(),
+        init_range: 0.02,
+    }
+}
+
+/// A Llama of any size.
+#[allow(clippy::too_many_arguments)] // a preset's row of numbers reads best as a row
+pub fn llama(
+    vocabulary: usize,
+    width: usize,
+    layers: usize,
+    heads: usize,
+    kv_heads: usize,
+    mlp_width: usize,
+    positions: usize,
+    theta: f64,
+    tied: bool,
+) -> DecoderConfig {
+    DecoderConfig {
+        architecture: Architecture::Llama,
+        vocabulary,
+        width,
+        layers,
+        heads,
+        kv_heads,
+        head_size: width / heads,
+        mlp_width,
+        positions,
+        position: Position::Rotary { theta, scaling: RotaryScaling::None },
+        norm: Norm::Rms,
+        norm_eps: 1e-5,
+        activation: Activation::SwiGlu,
+        attention_scale: 1.0 / ((width / heads) as f32).sqrt(),
+        qkv_bias: false,
+        attention_output_bias: false,
+        mlp_bias: false,
+        tied,
+        dropout: Dropout::default(),
+        init_range: 0.02,
+    }
+}
+
+/// A Qwen2 of any size: a Llama with biased queries, keys and values and a tied head.
+pub fn qwen2(
+    vocabulary: usize,
+    width: usize,
+    layers: usize,
+    heads: usize,
+    kv_heads: usize,
+    mlp_width: usize,
+    positions: usize,
+) -> DecoderConfig {
+    DecoderConfig {
+        architecture: Architecture::Qwen2,
+        norm_eps: 1e-6,
+        qkv_bias: true,
+        ..llama(vocabulary, width, layers, heads, kv_heads, mlp_width, positions, 1e6, true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Chain;
+
+    #[test]
+    fn every_name_has_a_sound_preset_of_the_size_it_claims() {
+        for name in NAMES {
+            let config = preset(name).unwrap_or_else(|| panic!("{name} is listed but unknown"));
+            assert_eq!(config.defect(), None, "{name}");
+        }
+        let millions = |name: &str| Chain::new(&preset(name).unwrap()).parameters() as f64 / 1e6;
+        // Published parameter counts.
+        for (name, expected) in [
+            ("gpt2-124m", 124.44),
+            ("gpt2-355m", 354.82),
+            ("gpt2-774m", 774.03),
+            ("gpt2-1.5b", 1557.61),
+            ("llama-1b", 1235.81),
+            ("llama-7b", 6738.42),
+            ("qwen2-0.5b", 494.03),
+            ("qwen2-1.5b", 1543.71),
+        ] {
+            assert!((millions(name) - expected).abs() < 0.01, "{name}: {}", millions(name));
+        }
+        assert_eq!(preset("gpt2-125m"), None);
+    }
+}
