@@ -1,1 +1,24 @@
-//! Placeholder.
+//! Runs programs on real devices. There is no training loop here that knows layers or micro-batches: the
+//! [`executor`] does what the next instruction says, whatever table the program came from.
+//!
+//! - [`state`]: parameters, gradient sums and optimizer state of a model, each with its version.
+//! - [`executor`]: one program, once.
+//! - [`run`]: step after step: data, schedule, evaluation, checkpoints, metrics.
+//! - [`metrics`]: `metrics.jsonl`, one line a step, true across restarts.
+//! - [`identity`]: whether a run folder belongs to this job.
+//! - [`rate`]: the device's measured matrix rate, against which speed is shown.
+
+pub mod error;
+pub mod executor;
+pub mod golden;
+pub mod identity;
+pub mod import;
+pub mod metrics;
+pub mod rate;
+pub mod run;
+pub mod state;
+
+pub use error::EngineError;
+pub use executor::{Executor, StepInput, StepOutcome};
+//pub use run::{Run, RunEvent, RunSettings, StopReason};
+pub use state::ModelState;

@@ -38,8 +38,12 @@ pub struct Footprint {
     pub input: u64,
     /// Everything kept between forward and backward, the input included.
     pub saved: u64,
+    /// Forward that keeps everything the backward reads.
     pub forward_peak: u64,
+    /// Forward that keeps its input or nothing.
     pub forward_lean_peak: u64,
+    /// From the input to everything the backward reads.
+    pub recompute_peak: u64,
     pub backward_peak: u64,
 }
 
@@ -90,6 +94,7 @@ fn embedding(spec: &EmbeddingSpec, rows: usize) -> Footprint {
         saved: tokens,
         forward_peak: output,
         forward_lean_peak: output,
+        recompute_peak: 0,
         backward_peak: 0,
     }
 }
@@ -135,6 +140,8 @@ fn block(spec: &BlockSpec, rows: usize) -> Footprint {
         saved,
         forward_peak,
         forward_lean_peak: forward_peak,
+        // No output and so no activation, but the normed rows.
+        recompute_peak: saved,
         backward_peak: meter.peak - saved,
     }
 }
@@ -151,6 +158,7 @@ fn head(spec: &HeadSpec, rows: usize) -> Footprint {
         saved: boundary + targets + statistics + logits,
         forward_peak: statistics + boundary + logits,
         forward_lean_peak: statistics + boundary + chunk,
+        recompute_peak: statistics + boundary + logits,
         // The norm's output first; the logits are gone before the input's gradient is made.
         backward_peak: boundary.max((2 * boundary).saturating_sub(logits)),
     }

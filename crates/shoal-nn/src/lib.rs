@@ -1,1 +1,27 @@
-//! Placeholder.
+//! Layers and optimizers with explicit forward and backward, on the kernels. There is no tape: a layer's
+//! backward can start from a gradient that came over a network, and what lives between forward and
+//! backward is decided by the plan, not discovered.
+//!
+//! - [`layer`]: forward, recompute and backward of any layer, by its kind.
+//! - [`embedding`], [`block`], [`head`]: the kinds.
+//! - [`parameters`]: a layer's view of its tensors and of the gradient sums it adds to.
+//! - [`optimizer`], [`schedule`]: updates and learning rates.
+//! - [`init`]: the values a new model starts from.
+
+pub mod block;
+pub mod embedding;
+pub mod head;
+pub mod init;
+pub mod layer;
+mod norm;
+pub mod optimizer;
+pub mod parameters;
+pub mod schedule;
+
+pub use layer::{Call, Feed, Randomness, Saved};
+pub use optimizer::{Decay, OptimizerKind, OptimizerSettings};
+pub use parameters::{GradientSum, Gradients, Parameters};
+pub use schedule::{Schedule, ScheduleKind};
+
+// Bytes are predicted by one crate and taken by another: both must round alike.
+const _: () = assert!(shoal_model::footprint::GRANULE_BYTES == shoal_kernels::memory::GRANULE_BYTES as u64);

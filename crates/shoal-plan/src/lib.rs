@@ -1,1 +1,29 @@
-//! Placeholder.
+//! The table that says who computes which samples and who keeps which state, and the program compiled from
+//! it. Everything that moves during training is derived from the table; everything that happens is an
+//! instruction of the program. The simulator and the engine run the same program. No tensors here.
+//!
+//! - [`table`]: the plan, a row per layer and a row per tensor.
+//! - [`program`]: instructions, lanes, JSON.
+//! - [`compile`]: from table to program.
+//! - [`effects`]: what each instruction reads, makes, uses up and adds to.
+//! - [`verify`]: whether a program's order is one its dependencies allow.
+//! - [`memory`]: a program's memory over its course, to the byte.
+//! - [`one_device`]: the search for the best table on a single device.
+
+pub mod compile;
+pub mod effects;
+pub mod memory;
+pub mod one_device;
+pub mod program;
+pub mod table;
+pub mod verify;
+
+pub use compile::{CompileError, compile};
+pub use memory::{MemoryForecast, forecast};
+pub use one_device::{DeviceOffer, PlanError, Planned, Preferences, StepShape, plan_one_device};
+pub use program::{Instruction, Keep, Lane, Op, Program, Purpose};
+pub use table::{
+    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Order, Plan, Residence, Samples,
+    Slice, TensorRow,
+};
+pub use verify::{ProgramError, verify};

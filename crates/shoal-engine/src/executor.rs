@@ -1,0 +1,373 @@
+//! One program, once. The executor walks the list and does what each instruction says; which layer, which
+//! samples and what to keep stand in the instruction. It checks on the way that what the program promised
+//! holds: values are there when used, versions are the step's.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use shoal_kernels::device::SCALAR_ELEMENTS;
+use shoal_kernels::{Device, Tensor};
+use shoal_model::{Chain, LayerKind, Retention};
+use shoal_nn::layer::{self, LossSink};
+use shoal_nn::{Call, Feed, Gradients, OptimizerSettings, Parameters, Randomness, Saved, head};
+use shoal_plan::effects::Value;
+use shoal_plan::{Instruction, Keep, Op, Program, Purpose, Samples};
+
+use crate::error::{EngineError, Result};
+use crate::state::ModelState;
+
+/// Where a step's samples come from, by their numbers in the global batch.
+pub trait Batch: Sync {
+    fn read(&self, samples: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result;
+}
+
+/// What one run of a program is given.
+pub struct StepInput<'a> {
+    /// Steps completed before this one: the version that instructions read.
+    pub step: u64,
+    pub seed: u64,
+    /// The scheduled learning rate.
+    pub lr: f64,
+    pub optimizer: Option<&'a OptimizerSettings>,
+    pub batch: &'a dyn Batch,
+}
+
+/// What one run of a program gave.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StepOutcome {
+    /// Sum of the losses of all target tokens.
+    pub loss_sum: f64,
+    /// Target tokens.
+    pub targets: u64,
+    pub gradient_norm: f64,
+    /// Next-token logits, sample by sample; from predictions only.
+    pub logits: Vec<f32>,
+}
+
+impl StepOutcome {
+    /// Mean loss over the target tokens.
+    pub fn loss(&self) -> f64 {
+        self.loss_sum / self.targets as f64
+    }
+}
+
+/// A value between the instruction that makes it and the one that uses it up.
+enum Stored {
+    Tensor(Tensor),
+    Saved(Box<Saved>),
+}
+
+/// A device with its model.
+pub struct Executor {
+    device: Arc<dyn Device>,
+    chain: Chain,
+    sequence: usize,
+    pub state: ModelState,
+    loss: Tensor,
+    /// Takes the loss of recomputed forwards, which was counted before.
+    discarded_loss: Tensor,
+    norm_squared: Tensor,
+}
+
+impl Executor {
+    pub fn new(
+        device: Arc<dyn Device>,
+        chain: Chain,
+        sequence: usize,
+        state: ModelState,
+    ) -> Result<Executor> {
+        let scalar = |who: &str| Tensor::new(device.arena(), who, SCALAR_ELEMENTS);
+        let (loss, discarded_loss) = (scalar("the loss")?, scalar("the discarded loss")?);
+        let norm_squared = scalar("the gradient norm")?;
+        Ok(Executor { device, chain, sequence, state, loss, discarded_loss, norm_squared })
+    }
+
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.device
+    }
+
+    pub fn chain(&self) -> &Chain {
+        &self.chain
+    }
+
+    pub fn sequence(&self) -> usize {
+        self.sequence
+    }
+
+    /// Changes the sequence length of what runs next; rotary models need a table at least that long.
+    pub fn set_sequence(&mut self, sequence: usize) {
+        self.sequence = sequence;
+    }
+
+    /// Runs a verified program.
+    pub fn run(&mut self, program: &Program, input: &StepInput) -> Result<StepOutcome> {
+        let device = self.device.clone();
+        let mut result = Ok(StepOutcome::default());
+        device.run(&mut || result = self.walk(program, input));
+        result
+    }
+
+    fn walk(&mut self, program: &Program, input: &StepInput) -> Result<StepOutcome> {
+        self.device.set_scalar(&mut self.loss, 0.0)?;
+        self.device.set_scalar(&mut self.discarded_loss, 0.0)?;
+        let mut step = Step {
+            input,
+            training: program.purpose == Purpose::Train,
+            values: HashMap::new(),
+            outcome: StepOutcome::default(),
+        };
+        for instruction in &program.instructions {
+            self.execute(&mut step, instruction)?;
+        }
+        Ok(step.outcome)
+    }
+
+    fn execute(&mut self, step: &mut Step, instruction: &Instruction) -> Result {
+        match instruction.op {
+            Op::Load { samples } => self.load(step, samples),
+            Op::CountTargets => step.count_targets(),
+            Op::Forward { layer, samples, keep } => self.forward(step, layer, samples, keep),
+            Op::Recompute { layer, samples } => self.recompute(step, layer, samples),
+            Op::Backward { layer, samples } => self.backward(step, layer, samples),
+            Op::Predict { layer, samples } => self.predict(step, layer, samples),
+            Op::SumLoss => self.sum_loss(step),
+            Op::GradientNorm => self.gradient_norm(step),
+            Op::Update { tensor } => self.update(step, tensor),
+        }
+    }
+
+    fn load(&mut self, step: &mut Step, samples: Samples) -> Result {
+        let elements = samples.count() * self.sequence;
+        let arena = self.device.arena();
+        let mut tokens = Tensor::new(arena, &format!("the tokens of {samples}"), elements)?;
+        let mut targets = Tensor::new(arena, &format!("the targets of {samples}"), elements)?;
+        step.input.batch.read(samples.range(), tokens.integers_mut(), targets.integers_mut())?;
+        step.outcome.targets += targets.integers().iter().filter(|target| **target >= 0).count() as u64;
+        step.put(Value::Tokens(samples), Stored::Tensor(tokens));
+        step.put(Value::Targets(samples), Stored::Tensor(targets));
+        Ok(())
+    }
+
+    /// What a layer is fed, taken from the values.
+    fn feed(&self, step: &mut Step, layer: usize, samples: Samples) -> Feed {
+        match self.chain.layers[layer].kind {
+            LayerKind::Embedding(_) => Feed::Tokens(step.take_tensor(Value::Tokens(samples))),
+            LayerKind::Block(_) => {
+                Feed::Hidden(step.take_tensor(Value::Activation { layer: layer - 1, samples }))
+            }
+            LayerKind::Head(_) => Feed::HiddenAndTargets(
+                step.take_tensor(Value::Activation { layer: layer - 1, samples }),
+                step.take_tensor(Value::Targets(samples)),
+            ),
+        }
+    }
+
+    fn forward(&mut self, step: &mut Step, layer: usize, samples: Samples, keep: Keep) -> Result {
+        let feed = self.feed(step, layer, samples);
+        let retention = match keep {
+            Keep::All => Retention::Saved,
+            Keep::Input => Retention::Input,
+            Keep::Nothing => Retention::Nothing,
+        };
+        let scale = step.loss_scale();
+        let loss = LossSink { sum: &mut self.loss, scale };
+        let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
+        let call = context.call(step, layer, samples, self.sequence);
+        let parameters = context.parameters(step, layer);
+        let kind = &self.chain.layers[layer].kind;
+        let (output, saved) = layer::forward(kind, &call, &parameters, feed, retention, Some(loss))?;
+        if let Some(output) = output {
+            step.put(Value::Activation { layer, samples }, Stored::Tensor(output));
+        }
+        if let Some(saved) = saved {
+            let value = match keep {
+                Keep::Input => Value::Input { layer, samples },
+                _ => Value::Saved { layer, samples },
+            };
+            step.put(value, Stored::Saved(Box::new(saved)));
+        }
+        Ok(())
+    }
+
+    fn recompute(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
+        let input = step.take_saved(Value::Input { layer, samples });
+        let loss = LossSink { sum: &mut self.discarded_loss, scale: step.loss_scale() };
+        let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
+        let call = context.call(step, layer, samples, self.sequence);
+        let parameters = context.parameters(step, layer);
+        let saved = layer::recompute(&self.chain.layers[layer].kind, &call, &parameters, input, Some(loss))?;
+        step.put(Value::Saved { layer, samples }, Stored::Saved(Box::new(saved)));
+        Ok(())
+    }
+
+    fn backward(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
+        let saved = step.take_saved(Value::Saved { layer, samples });
+        let is_last = layer + 1 == self.chain.layers.len();
+        let gradient = (!is_last).then(|| step.take_tensor(Value::Gradient { layer, samples }));
+        let slots = self.chain.layers[layer].tensors.clone();
+        let lent = slots.iter().map(|(slot, tensor)| {
+            let sum = self.state.tensors[*tensor].gradient.take();
+            (*slot, sum.expect("a training program runs on a state that holds gradients"))
+        });
+        let mut gradients = Gradients::new(lent.collect());
+        let result = {
+            let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
+            let call = context.call(step, layer, samples, self.sequence);
+            let parameters = context.parameters(step, layer);
+            let kind = &self.chain.layers[layer].kind;
+            layer::backward(kind, &call, &parameters, &mut gradients, saved, gradient)
+        };
+        for ((_, sum), (_, tensor)) in gradients.into_entries().zip(&slots) {
+            self.state.tensors[*tensor].gradient = Some(sum);
+        }
+        if let Some(gradient) = result? {
+            step.put(Value::Gradient { layer: layer - 1, samples }, Stored::Tensor(gradient));
+        }
+        Ok(())
+    }
+
+    fn predict(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
+        let LayerKind::Head(spec) = &self.chain.layers[layer].kind else {
+            panic!("predictions come from the last layer")
+        };
+        let hidden = step.take_tensor(Value::Activation { layer: layer - 1, samples });
+        step.take_tensor(Value::Targets(samples));
+        let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
+        let call = context.call(step, layer, samples, self.sequence);
+        let parameters = context.parameters(step, layer);
+        let logits = head::next_token_logits(spec, &call, &parameters, &hidden)?;
+        step.outcome.logits.extend_from_slice(logits.floats());
+        Ok(())
+    }
+
+    fn sum_loss(&mut self, step: &mut Step) -> Result {
+        step.outcome.loss_sum = self.device.scalar(&self.loss)?;
+        let loss = step.outcome.loss();
+        // Before any update: a run that stops here still has its last good parameters.
+        if step.training && !loss.is_finite() {
+            return Err(step.not_finite("loss", loss));
+        }
+        Ok(())
+    }
+
+    fn gradient_norm(&mut self, step: &mut Step) -> Result {
+        let gradients: Vec<&Tensor> =
+            self.state.tensors.iter().filter_map(|held| held.gradient.as_ref().map(|sum| &sum.sum)).collect();
+        self.device.sum_squares(&gradients, &mut self.norm_squared)?;
+        let norm = self.device.scalar(&self.norm_squared)?.sqrt();
+        step.outcome.gradient_norm = norm;
+        if !norm.is_finite() {
+            return Err(step.not_finite("norm of the gradient", norm));
+        }
+        Ok(())
+    }
+
+    fn update(&mut self, step: &mut Step, tensor: usize) -> Result {
+        let settings = step.input.optimizer.expect("a training program comes with an optimizer");
+        let held = &mut self.state.tensors[tensor];
+        assert_eq!(held.version, step.input.step, "tensor {tensor} is at another version than the step");
+        let gradient = held.gradient.as_mut().expect("the gradient was summed before the update");
+        let spec = &self.chain.tensors[tensor];
+        settings.apply(
+            &*self.device,
+            spec,
+            step.input.lr,
+            step.input.step + 1,
+            &self.norm_squared,
+            &gradient.sum,
+            &mut held.optimizer,
+            &mut held.parameter,
+        )?;
+        gradient.started = false;
+        held.version += 1;
+        Ok(())
+    }
+}
+
+/// What instructions of a layer read, borrowed apart from what they write.
+struct Context<'a> {
+    device: &'a dyn Device,
+    chain: &'a Chain,
+    state: &'a ModelState,
+}
+
+impl<'a> Context<'a> {
+    fn call(&self, step: &Step, layer: usize, samples: Samples, sequence: usize) -> Call<'a> {
+        let randomness = Randomness { seed: step.input.seed, step: step.input.step };
+        Call {
+            device: self.device,
+            layer,
+            samples: samples.range(),
+            sequence,
+            randomness: step.training.then_some(randomness),
+            rotary: self.state.rotary.as_ref(),
+        }
+    }
+
+    fn parameters(&self, step: &Step, layer: usize) -> Parameters<'a> {
+        let entries = self.chain.layers[layer].tensors.iter().map(|(slot, tensor)| {
+            let held = &self.state.tensors[*tensor];
+            assert!(
+                !step.training || held.version == step.input.step,
+                "tensor {tensor} is at version {}, the step reads {}",
+                held.version,
+                step.input.step
+            );
+            (*slot, &held.parameter)
+        });
+        Parameters::new(entries.collect())
+    }
+}
+
+/// One step under way.
+struct Step<'a> {
+    input: &'a StepInput<'a>,
+    training: bool,
+    values: HashMap<Value, Stored>,
+    outcome: StepOutcome,
+}
+
+impl Step<'_> {
+    fn put(&mut self, value: Value, stored: Stored) {
+        let before = self.values.insert(value, stored);
+        assert!(before.is_none(), "{value:?} was made twice");
+    }
+
+    fn take(&mut self, value: Value) -> Stored {
+        self.values.remove(&value).unwrap_or_else(|| panic!("{value:?} was never made"))
+    }
+
+    fn take_tensor(&mut self, value: Value) -> Tensor {
+        match self.take(value) {
+            Stored::Tensor(tensor) => tensor,
+            Stored::Saved(_) => panic!("{value:?} is no tensor"),
+        }
+    }
+
+    fn take_saved(&mut self, value: Value) -> Saved {
+        match self.take(value) {
+            Stored::Saved(saved) => *saved,
+            Stored::Tensor(_) => panic!("{value:?} is a tensor"),
+        }
+    }
+
+    fn loss_scale(&self) -> f32 {
+        (1.0 / self.outcome.targets.max(1) as f64) as f32
+    }
+
+    fn count_targets(&self) -> Result {
+        if self.training && self.outcome.targets == 0 {
+            let samples = self.values.keys().filter_map(|value| match value {
+                Value::Tokens(samples) => Some(samples.count()),
+                _ => None,
+            });
+            return Err(EngineError::NoTargets { step: self.input.step + 1, samples: samples.sum() });
+        }
+        Ok(())
+    }
+
+    fn not_finite(&self, what: &'static str, value: f64) -> EngineError {
+        EngineError::NotFinite { step: self.input.step + 1, what, value, checkpoint: None }
+    }
+}

@@ -1,0 +1,309 @@
+//! Comparison with a reference implementation. A golden folder is a Hugging Face model with
+//! `expected.safetensors` (input, labels, logits, loss, grad.NAME, batch0.. as made by the reference) and
+//! `losses.json` (losses and gradient norms of AdamW steps over those batches). The tests run it on the
+//! small models they ship; `shoal verify DIR` on any other.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use safetensors::{Dtype, SafeTensors};
+use serde::Deserialize;
+use shoal_kernels::{CpuDevice, Device};
+use shoal_model::{Chain, hugging_face};
+use shoal_nn::{Decay, OptimizerKind, OptimizerSettings};
+use shoal_plan::one_device::table;
+use shoal_plan::{
+    Activations, DeviceOffer, Preferences, Purpose, StepShape, compile, plan_one_device, verify,
+};
+use shoal_state::hugging_face::Folder;
+
+use crate::error::{EngineError, Result};
+use crate::executor::{Batch, Executor, StepInput};
+use crate::import::import;
+use crate::state::ModelState;
+
+/// How to cut the batch, and what to keep.
+#[derive(Clone, Copy, Debug)]
+pub struct GoldenSettings {
+    pub micro_batch: Option<usize>,
+    pub activations: Option<Activations>,
+    pub layer_first: bool,
+    pub threads: usize,
+}
+
+/// Differences from the reference, each relative to what the reference says.
+#[derive(Clone, Debug)]
+pub struct GoldenReport {
+    pub logits: f64,
+    /// ‖difference‖ over max(own norm, 1e-6 x the global norm), by tensor.
+    pub gradients: Vec<(String, f64)>,
+    /// (expected, found)
+    pub losses: Vec<(f64, f64)>,
+    pub gradient_norms: Vec<(f64, f64)>,
+}
+
+impl GoldenReport {
+    pub fn worst_gradient(&self) -> (&str, f64) {
+        let worst = self.gradients.iter().max_by(|a, b| a.1.total_cmp(&b.1));
+        worst.map_or(("", 0.0), |(name, difference)| (name, *difference))
+    }
+
+    fn worst(pairs: &[(f64, f64)]) -> f64 {
+        pairs.iter().map(|(expected, found)| (found - expected).abs() / expected.abs()).fold(0.0, f64::max)
+    }
+
+    pub fn worst_loss(&self) -> f64 {
+        GoldenReport::worst(&self.losses)
+    }
+
+    pub fn worst_gradient_norm(&self) -> f64 {
+        GoldenReport::worst(&self.gradient_norms)
+    }
+
+    /// The largest of all differences.
+    pub fn worst_of_all(&self) -> f64 {
+        let all = [self.logits, self.worst_gradient().1, self.worst_loss(), self.worst_gradient_norm()];
+        // A NaN anywhere is the worst there is.
+        all.iter()
+            .fold(0.0, |worst: f64, value| if value.is_nan() { f64::INFINITY } else { worst.max(*value) })
+    }
+}
+
+#[derive(Deserialize)]
+struct Losses {
+    lr: f64,
+    betas: [f32; 2],
+    eps: f32,
+    weight_decay: f32,
+    losses: Vec<f64>,
+    grad_norms: Vec<f64>,
+}
+
+/// Rows of tokens and targets.
+#[derive(Clone)]
+struct Rows {
+    sequence: usize,
+    tokens: Vec<i32>,
+    targets: Vec<i32>,
+}
+
+impl Rows {
+    fn samples(&self) -> usize {
+        self.tokens.len() / self.sequence
+    }
+
+    /// The same samples cut to their first `length` tokens.
+    fn prefix(&self, length: usize) -> Rows {
+        let cut = |rows: &[i32]| rows.chunks(self.sequence).flat_map(|row| row[..length].to_vec()).collect();
+        Rows { sequence: length, tokens: cut(&self.tokens), targets: cut(&self.targets) }
+    }
+}
+
+impl Batch for Rows {
+    fn read(&self, samples: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result {
+        let range = samples.start * self.sequence..samples.end * self.sequence;
+        tokens.copy_from_slice(&self.tokens[range.clone()]);
+        targets.copy_from_slice(&self.targets[range]);
+        Ok(())
+    }
+}
+
+/// The reference's file, or a sentence on what is wrong with it.
+struct Expected<'a> {
+    path: &'a Path,
+    file: SafeTensors<'a>,
+}
+
+impl Expected<'_> {
+    fn bad(&self, what: String) -> EngineError {
+        EngineError::BadRunFile { path: self.path.to_owned(), what }
+    }
+
+    fn floats(&self, name: &str) -> Result<Vec<f32>> {
+        let view = self.file.tensor(name).map_err(|error| self.bad(format!("{name}: {error}")))?;
+        if view.dtype() != Dtype::F32 {
+            return Err(self.bad(format!("{name} is {:?}, not F32", view.dtype())));
+        }
+        Ok(view.data().as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+    }
+
+    fn rows(&self, prefix: &str) -> Result<Rows> {
+        let integers = |name: &str| -> Result<(Vec<i32>, usize)> {
+            let name = format!("{prefix}{name}");
+            let view = self.file.tensor(&name).map_err(|error| self.bad(format!("{name}: {error}")))?;
+            let [_, sequence] = view.shape() else {
+                return Err(self.bad(format!("{name} has the shape {:?}, not two dimensions", view.shape())));
+            };
+            if view.dtype() != Dtype::I64 || *sequence == 0 {
+                return Err(self.bad(format!("{name} is not a matrix of I64")));
+            }
+            let words = view.data().as_chunks::<8>().0.iter();
+            Ok((words.map(|bytes| i64::from_le_bytes(*bytes) as i32).collect(), *sequence))
+        };
+        let (tokens, sequence) = integers("input")?;
+        let (targets, _) = integers("labels")?;
+        Ok(Rows { sequence, tokens, targets })
+    }
+}
+
+fn norm(values: impl Iterator<Item = f64>) -> f64 {
+    values.map(|value| value * value).sum::<f64>().sqrt()
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    norm(a.iter().zip(b).map(|(a, b)| f64::from(*a) - f64::from(*b)))
+}
+
+fn length(a: &[f32]) -> f64 {
+    norm(a.iter().map(|a| f64::from(*a)))
+}
+
+/// Runs the comparison.
+pub fn check(dir: &Path, settings: GoldenSettings) -> Result<GoldenReport> {
+    let read =
+        |path: &Path| std::fs::read(path).map_err(|source| EngineError::File { path: path.into(), source });
+    let folder = Folder::open(dir)?;
+    let bad = |file: &str, what: String| EngineError::BadRunFile { path: dir.join(file), what };
+    let config =
+        hugging_face::read(folder.config()).map_err(|error| bad("config.json", error.to_string()))?;
+    let chain = Chain::new(&config);
+    let (expected_path, losses_path) = (dir.join("expected.safetensors"), dir.join("losses.json"));
+    let bytes = read(&expected_path)?;
+    let file =
+        SafeTensors::deserialize(&bytes).map_err(|error| bad("expected.safetensors", error.to_string()))?;
+    let expected = Expected { path: &expected_path, file };
+    let losses: Losses = serde_json::from_slice(&read(&losses_path)?)
+        .map_err(|error| bad("losses.json", error.to_string()))?;
+
+    let optimizer = OptimizerSettings {
+        kind: OptimizerKind::AdamW { beta1: losses.betas[0], beta2: losses.betas[1], eps: losses.eps },
+        lr: losses.lr,
+        weight_decay: losses.weight_decay,
+        decay: Decay::All,
+        clip_norm: Some(1.0),
+    };
+    let first = expected.rows("")?;
+    let bench = Bench { chain: &chain, folder: &folder, optimizer: &optimizer, settings };
+    let (losses_found, norms_found, gradients) = {
+        let batches: Vec<Rows> =
+            (0..).map_while(|index| expected.rows(&format!("batch{index}.")).ok()).collect();
+        let batches = if batches.is_empty() { vec![first.clone()] } else { batches };
+        let gradients = bench.gradients(&first)?;
+        let (losses_found, norms_found) = bench.steps(&batches, losses.losses.len())?;
+        (losses_found, norms_found, gradients)
+    };
+    let logits = bench.logits(&first)?;
+    let expected_logits = expected.floats("logits")?;
+    let mut references = Vec::new();
+    for spec in &chain.tensors {
+        references.push(expected.floats(&format!("grad.{}", spec.name))?);
+    }
+    let global = norm(references.iter().map(|reference| length(reference)));
+    let gradients =
+        chain.tensors.iter().zip(&gradients).zip(&references).map(|((spec, found), reference)| {
+            let floor = length(reference).max(1e-6 * global);
+            (spec.name.clone(), distance(found, reference) / floor)
+        });
+    Ok(GoldenReport {
+        logits: distance(&logits, &expected_logits) / length(&expected_logits),
+        gradients: gradients.collect(),
+        losses: losses.losses.iter().copied().zip(losses_found).collect(),
+        gradient_norms: losses.grad_norms.iter().copied().zip(norms_found).collect(),
+    })
+}
+
+/// What every part of the comparison runs on.
+struct Bench<'a> {
+    chain: &'a Chain,
+    folder: &'a Folder,
+    optimizer: &'a OptimizerSettings,
+    settings: GoldenSettings,
+}
+
+/// Memory for the comparison: golden models are small.
+const BUDGET_BYTES: u64 = 4 << 30;
+
+impl Bench<'_> {
+    fn executor(&self, sequence: usize, train: bool) -> Result<Executor> {
+        let device: Arc<dyn Device> = Arc::new(CpuDevice::new("cpu", self.settings.threads, BUDGET_BYTES)?);
+        let optimizer = train.then_some(self.optimizer);
+        let mut state = ModelState::allocate(&*device, self.chain, sequence, optimizer)?;
+        import(self.folder, self.chain, &mut state)?;
+        Executor::new(device, self.chain.clone(), sequence, state)
+    }
+
+    fn offer(&self) -> DeviceOffer {
+        let workspace_bytes = CpuDevice::workspace_bytes(self.settings.threads);
+        DeviceOffer { name: "cpu".into(), budget_bytes: BUDGET_BYTES, workspace_bytes }
+    }
+
+    fn shape(&self, rows: &Rows) -> StepShape {
+        let optimizer_states = self.optimizer.state_names().len();
+        StepShape { global_batch: rows.samples(), sequence: rows.sequence, optimizer_states }
+    }
+
+    /// Trains over the batches in turn; losses and gradient norms of each step.
+    fn train(&self, executor: &mut Executor, batches: &[Rows], steps: usize) -> Result<(Vec<f64>, Vec<f64>)> {
+        let wanted = Preferences {
+            micro_batch: self.settings.micro_batch.map(|size| size.min(batches[0].samples())),
+            activations: self.settings.activations,
+            layer_first: self.settings.layer_first,
+        };
+        let planned = plan_one_device(self.chain, self.shape(&batches[0]), &self.offer(), wanted)?;
+        verify(&planned.program, &planned.plan, self.chain, Purpose::Train)?;
+        let (mut losses, mut norms) = (Vec::new(), Vec::new());
+        for step in 0..steps {
+            let input = StepInput {
+                step: step as u64,
+                seed: 0,
+                lr: self.optimizer.lr,
+                optimizer: Some(self.optimizer),
+                batch: &batches[step % batches.len()],
+            };
+            let outcome = executor.run(&planned.program, &input)?;
+            losses.push(outcome.loss());
+            norms.push(outcome.gradient_norm);
+        }
+        Ok((losses, norms))
+    }
+
+    /// Gradients of the first batch at the imported weights.
+    fn gradients(&self, rows: &Rows) -> Result<Vec<Vec<f32>>> {
+        let mut executor = self.executor(rows.sequence, true)?;
+        self.train(&mut executor, std::slice::from_ref(rows), 1)?;
+        let sums = executor.state.tensors.iter().map(|held| {
+            held.gradient.as_ref().map(|gradient| gradient.sum.floats().to_vec()).unwrap_or_default()
+        });
+        Ok(sums.collect())
+    }
+
+    fn steps(&self, batches: &[Rows], steps: usize) -> Result<(Vec<f64>, Vec<f64>)> {
+        let mut executor = self.executor(batches[0].sequence, true)?;
+        self.train(&mut executor, batches, steps)
+    }
+
+    /// Logits of every position: the next-token logits of every prefix.
+    fn logits(&self, rows: &Rows) -> Result<Vec<f32>> {
+        let (samples, sequence, vocabulary) = (rows.samples(), rows.sequence, self.chain.vocabulary);
+        let mut executor = self.executor(sequence, false)?;
+        let mut all = vec![0.0; samples * sequence * vocabulary];
+        for length in 1..=sequence {
+            let rows = rows.prefix(length);
+            let micro_batch = self.settings.micro_batch.unwrap_or(samples).min(samples);
+            let plan =
+                table(self.chain, self.shape(&rows), &self.offer(), micro_batch, Activations::Keep, false);
+            let program = compile(&plan, self.chain, Purpose::Predict)?;
+            verify(&program, &plan, self.chain, Purpose::Predict)?;
+            executor.set_sequence(length);
+            let input = StepInput { step: 0, seed: 0, lr: 0.0, optimizer: None, batch: &rows };
+            let outcome = executor.run(&program, &input)?;
+            for (sample, logits) in outcome.logits.chunks(vocabulary).enumerate() {
+                let at = (sample * sequence + length - 1) * vocabulary;
+                all[at..at + vocabulary].copy_from_slice(logits);
+            }
+        }
+        Ok(all)
+    }
+}

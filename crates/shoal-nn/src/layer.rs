@@ -1,0 +1,167 @@
+//! Forward, recompute and backward of any layer, by its kind: the three things a program asks of one.
+
+use std::ops::Range;
+
+use shoal_kernels::device::Result;
+use shoal_kernels::random::fold;
+use shoal_kernels::{Device, DropoutSite, Tensor};
+use shoal_model::{LayerKind, Retention};
+
+use crate::block::BlockSaved;
+use crate::head::HeadSaved;
+use crate::parameters::{Gradients, Parameters};
+use crate::{block, embedding, head};
+
+/// What random draws depend on, beside layer, site, sample and element.
+#[derive(Clone, Copy, Debug)]
+pub struct Randomness {
+    pub seed: u64,
+    pub step: u64,
+}
+
+/// One instruction's surroundings.
+pub struct Call<'a> {
+    pub device: &'a dyn Device,
+    /// The layer's number in the chain.
+    pub layer: usize,
+    /// Samples of the micro-batch, by their numbers in the global batch.
+    pub samples: Range<usize>,
+    pub sequence: usize,
+    /// None in evaluation: nothing is dropped.
+    pub randomness: Option<Randomness>,
+    /// Cosines and sines by position, for rotary models.
+    pub rotary: Option<&'a Tensor>,
+}
+
+impl Call<'_> {
+    pub fn rows(&self) -> usize {
+        self.samples.len() * self.sequence
+    }
+
+    /// Room for `per_row` numbers a row, asked for in the layer's name.
+    pub(crate) fn rows_of(&self, what: &str, per_row: usize) -> Result<Tensor> {
+        let who = format!("layer {} ({what} of samples {:?})", self.layer, self.samples);
+        Ok(Tensor::new(self.device.arena(), &who, self.rows() * per_row)?)
+    }
+
+    /// The dropout of one of the layer's sites, if anything is dropped.
+    pub(crate) fn dropout(&self, site: u64, rate: f32) -> Option<DropoutSite> {
+        let randomness = self.randomness.filter(|_| rate > 0.0)?;
+        let key = [randomness.step, self.layer as u64, site].into_iter().fold(randomness.seed, fold);
+        Some(DropoutSite { rate, key, first_sample: self.samples.start as u64 })
+    }
+}
+
+/// What a layer is fed.
+pub enum Feed {
+    Tokens(Tensor),
+    Hidden(Tensor),
+    /// The last layer also takes the targets.
+    HiddenAndTargets(Tensor, Tensor),
+}
+
+/// What a layer keeps between forward and backward.
+pub enum Saved {
+    /// The input alone; [`recompute`] makes the rest.
+    Input(Feed),
+    Embedding(Tensor),
+    Block(BlockSaved),
+    Head(HeadSaved),
+}
+
+/// The loss that the last layer adds to, and what its gradient is multiplied by.
+pub struct LossSink<'a> {
+    pub sum: &'a mut Tensor,
+    /// One over the target tokens of the global batch.
+    pub scale: f32,
+}
+
+/// Runs a layer; the last layer has no output but adds to the loss.
+pub fn forward(
+    kind: &LayerKind,
+    call: &Call,
+    parameters: &Parameters,
+    feed: Feed,
+    retention: Retention,
+    loss: Option<LossSink>,
+) -> Result<(Option<Tensor>, Option<Saved>)> {
+    match (kind, feed) {
+        (LayerKind::Embedding(spec), Feed::Tokens(tokens)) => {
+            let output = embedding::forward(spec, call, parameters, &tokens)?;
+            let saved = (retention != Retention::Nothing).then_some(Saved::Embedding(tokens));
+            Ok((Some(output), saved))
+        }
+        (LayerKind::Block(spec), Feed::Hidden(x)) => {
+            let (saved, output) = block::forward(spec, call, parameters, x, true)?;
+            let saved = match retention {
+                Retention::Saved => Some(Saved::Block(saved)),
+                Retention::Input => Some(Saved::Input(Feed::Hidden(saved.into_input()))),
+                Retention::Nothing => None,
+            };
+            Ok((output, saved))
+        }
+        (LayerKind::Head(spec), Feed::HiddenAndTargets(x, targets)) => {
+            let loss = loss.expect("the last layer has a loss to add to");
+            let saved = match retention {
+                Retention::Saved => {
+                    Some(Saved::Head(head::forward(spec, call, parameters, x, targets, loss)?))
+                }
+                Retention::Input => {
+                    head::loss_only(spec, call, parameters, &x, &targets, loss)?;
+                    Some(Saved::Input(Feed::HiddenAndTargets(x, targets)))
+                }
+                Retention::Nothing => {
+                    head::loss_only(spec, call, parameters, &x, &targets, loss)?;
+                    None
+                }
+            };
+            Ok((None, saved))
+        }
+        _ => panic!("layer {} was fed what it does not take", call.layer),
+    }
+}
+
+/// Makes everything the backward reads from the layer's input.
+pub fn recompute(
+    kind: &LayerKind,
+    call: &Call,
+    parameters: &Parameters,
+    saved: Saved,
+    loss: Option<LossSink>,
+) -> Result<Saved> {
+    match (kind, saved) {
+        (LayerKind::Block(spec), Saved::Input(Feed::Hidden(x))) => {
+            let (saved, _) = block::forward(spec, call, parameters, x, false)?;
+            Ok(Saved::Block(saved))
+        }
+        (LayerKind::Head(spec), Saved::Input(Feed::HiddenAndTargets(x, targets))) => {
+            let loss = loss.expect("the last layer has a loss scale");
+            Ok(Saved::Head(head::forward(spec, call, parameters, x, targets, loss)?))
+        }
+        (_, saved) => Ok(saved), // an embedding's tokens are all it ever keeps
+    }
+}
+
+/// From the gradient of the output to the gradient of the input; adds the parameters' gradients up.
+pub fn backward(
+    kind: &LayerKind,
+    call: &Call,
+    parameters: &Parameters,
+    gradients: &mut Gradients,
+    saved: Saved,
+    gradient: Option<Tensor>,
+) -> Result<Option<Tensor>> {
+    match (kind, saved, gradient) {
+        (LayerKind::Embedding(spec), Saved::Embedding(tokens), Some(dy)) => {
+            embedding::backward(spec, call, gradients, &tokens, dy)?;
+            Ok(None)
+        }
+        (LayerKind::Block(spec), Saved::Block(saved), Some(dy)) => {
+            block::backward(spec, call, parameters, gradients, saved, dy).map(Some)
+        }
+        (LayerKind::Head(spec), Saved::Head(saved), None) => {
+            head::backward(spec, call, parameters, gradients, saved).map(Some)
+        }
+        _ => panic!("layer {} was handed what its backward does not take", call.layer),
+    }
+}

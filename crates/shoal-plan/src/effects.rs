@@ -1,0 +1,153 @@
+//! What each instruction reads, makes, uses up and adds to. This is the whole truth about dependencies: the
+//! compiler derives `after` from it, the verifier judges a reordered program by it, and the engine's store
+//! holds exactly these values.
+//!
+//! Values are linear: one instruction makes each, one uses it up. Sums are added to by several instructions
+//! whose order is fixed, because floating-point addition is not associative.
+
+use shoal_model::Chain;
+
+use crate::program::{Keep, Op};
+use crate::table::Samples;
+
+/// Something an instruction makes and another uses up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Value {
+    Tokens(Samples),
+    Targets(Samples),
+    /// A layer's output.
+    Activation {
+        layer: usize,
+        samples: Samples,
+    },
+    /// What a layer's backward reads.
+    Saved {
+        layer: usize,
+        samples: Samples,
+    },
+    /// What a layer is recomputed from.
+    Input {
+        layer: usize,
+        samples: Samples,
+    },
+    /// The gradient of a layer's output.
+    Gradient {
+        layer: usize,
+        samples: Samples,
+    },
+}
+
+/// Something that is true for the rest of the step once made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Fact {
+    TargetCount,
+    Loss,
+    GradientNorm,
+    /// The tensor's next version.
+    Updated {
+        tensor: usize,
+    },
+}
+
+/// A buffer several instructions add to, in a fixed order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Sum {
+    TargetCount,
+    Loss,
+    Gradient { tensor: usize },
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct Effects {
+    pub uses_up: Vec<Value>,
+    pub makes: Vec<Value>,
+    pub needs: Vec<Fact>,
+    pub establishes: Option<Fact>,
+    pub adds_to: Vec<Sum>,
+    /// Sums that must be complete.
+    pub needs_complete: Vec<Sum>,
+    /// Tensors read at the step's own version: their update must come later.
+    pub reads_tensors: Vec<usize>,
+}
+
+/// The effects of an instruction on a model.
+pub fn effects(op: &Op, chain: &Chain) -> Effects {
+    let last = chain.layers.len() - 1;
+    let tensors = |layer: usize| chain.layers[layer].tensors.iter().map(|(_, tensor)| *tensor).collect();
+    // What a layer is fed: tokens, or the layer before's output; the last also the targets.
+    let feed = |layer: usize, samples: Samples| {
+        let mut feed = vec![match layer {
+            0 => Value::Tokens(samples),
+            _ => Value::Activation { layer: layer - 1, samples },
+        }];
+        feed.extend((layer == last).then_some(Value::Targets(samples)));
+        feed
+    };
+    match *op {
+        Op::Load { samples } => Effects {
+            makes: vec![Value::Tokens(samples), Value::Targets(samples)],
+            adds_to: vec![Sum::TargetCount],
+            ..Effects::default()
+        },
+        Op::CountTargets => Effects {
+            needs_complete: vec![Sum::TargetCount],
+            establishes: Some(Fact::TargetCount),
+            ..Effects::default()
+        },
+        Op::Forward { layer, samples, keep } => {
+            let mut makes = Vec::new();
+            makes.extend((layer != last).then_some(Value::Activation { layer, samples }));
+            makes.extend(match keep {
+                Keep::All => Some(Value::Saved { layer, samples }),
+                Keep::Input => Some(Value::Input { layer, samples }),
+                Keep::Nothing => None,
+            });
+            Effects {
+                uses_up: feed(layer, samples),
+                makes,
+                needs: if layer == last { vec![Fact::TargetCount] } else { vec![] },
+                adds_to: if layer == last { vec![Sum::Loss] } else { vec![] },
+                reads_tensors: tensors(layer),
+                ..Effects::default()
+            }
+        }
+        Op::Recompute { layer, samples } => Effects {
+            uses_up: vec![Value::Input { layer, samples }],
+            makes: vec![Value::Saved { layer, samples }],
+            reads_tensors: tensors(layer),
+            ..Effects::default()
+        },
+        Op::Backward { layer, samples } => {
+            let mut uses_up = vec![Value::Saved { layer, samples }];
+            uses_up.extend((layer != last).then_some(Value::Gradient { layer, samples }));
+            let sums: Vec<usize> = tensors(layer);
+            Effects {
+                uses_up,
+                makes: match layer {
+                    0 => vec![],
+                    _ => vec![Value::Gradient { layer: layer - 1, samples }],
+                },
+                adds_to: sums.iter().map(|tensor| Sum::Gradient { tensor: *tensor }).collect(),
+                reads_tensors: sums,
+                ..Effects::default()
+            }
+        }
+        Op::Predict { layer, samples } => {
+            Effects { uses_up: feed(layer, samples), reads_tensors: tensors(layer), ..Effects::default() }
+        }
+        Op::SumLoss => {
+            Effects { needs_complete: vec![Sum::Loss], establishes: Some(Fact::Loss), ..Effects::default() }
+        }
+        Op::GradientNorm => Effects {
+            needs_complete: (0..chain.tensors.len()).map(|tensor| Sum::Gradient { tensor }).collect(),
+            establishes: Some(Fact::GradientNorm),
+            ..Effects::default()
+        },
+        // A loss that is no number stops the step before anything is updated.
+        Op::Update { tensor } => Effects {
+            needs: vec![Fact::GradientNorm, Fact::Loss],
+            establishes: Some(Fact::Updated { tensor }),
+            ..Effects::default()
+        },
+    }
+}

@@ -1,0 +1,115 @@
+//! A program's memory over its course, to the byte: what the state takes, and how high the instructions
+//! pile their values on top of it. A plan is accepted or refused by this number, and the engine's counted
+//! bytes never pass it.
+
+use shoal_model::Chain;
+use shoal_model::footprint::{Footprint, allocation_bytes};
+
+use crate::program::{Keep, Op, Program, Purpose};
+use crate::table::{Plan, Samples};
+
+/// Scalars the engine keeps on the device: the loss, a loss to discard, the norm.
+pub const ENGINE_SCALARS: u64 = 3;
+
+/// Where a device's bytes go at the highest point of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryForecast {
+    /// What the device takes for itself.
+    pub workspace: u64,
+    pub parameters: u64,
+    pub gradients: u64,
+    pub optimizer: u64,
+    /// Tables and scalars.
+    pub constants: u64,
+    /// The highest sum of values alive at once.
+    pub values: u64,
+    /// The instruction (its place in the list) at which that is.
+    pub highest_at: usize,
+}
+
+impl MemoryForecast {
+    pub fn total(&self) -> u64 {
+        self.workspace + self.parameters + self.gradients + self.optimizer + self.constants + self.values
+    }
+}
+
+/// Follows the program's values to their highest point.
+pub fn forecast(program: &Program, plan: &Plan, chain: &Chain) -> MemoryForecast {
+    let state: u64 = chain.tensors.iter().map(|tensor| allocation_bytes(tensor.elements())).sum();
+    let training = program.purpose == Purpose::Train;
+    let rotary = match chain.rotary_frequencies.len() {
+        0 => 0,
+        pairs => allocation_bytes(plan.sequence * 2 * pairs),
+    };
+    let (values, highest_at) = values_peak(program, plan.sequence, chain);
+    MemoryForecast {
+        workspace: plan.devices[program.device].workspace_bytes,
+        parameters: state,
+        gradients: if training { state } else { 0 },
+        optimizer: if training { plan.optimizer_states as u64 * state } else { 0 },
+        constants: rotary + ENGINE_SCALARS * allocation_bytes(2),
+        values,
+        highest_at,
+    }
+}
+
+fn values_peak(program: &Program, sequence: usize, chain: &Chain) -> (u64, usize) {
+    let (mut live, mut peak, mut highest_at) = (0u64, 0u64, 0usize);
+    for (place, instruction) in program.instructions.iter().enumerate() {
+        let Change { peak: rise, gain, loss } = change(&instruction.op, sequence, chain);
+        if live + rise > peak {
+            (peak, highest_at) = (live + rise, place);
+        }
+        live = live + gain - loss;
+    }
+    (peak, highest_at)
+}
+
+/// What one instruction does to the bytes alive.
+struct Change {
+    /// The most it adds while it runs.
+    peak: u64,
+    /// What it leaves behind, and what it releases.
+    gain: u64,
+    loss: u64,
+}
+
+fn change(op: &Op, sequence: usize, chain: &Chain) -> Change {
+    let footprint =
+        |layer: usize, samples: Samples| chain.layers[layer].kind.footprint(samples.count(), sequence);
+    let none = Change { peak: 0, gain: 0, loss: 0 };
+    match *op {
+        Op::Load { samples } => {
+            let rows = allocation_bytes(samples.count() * sequence);
+            Change { peak: 2 * rows, gain: 2 * rows, loss: 0 }
+        }
+        Op::Forward { layer, samples, keep } => {
+            let Footprint { output, input, saved, forward_peak, forward_lean_peak, .. } =
+                footprint(layer, samples);
+            match keep {
+                Keep::All => Change { peak: forward_peak, gain: output + saved, loss: input },
+                Keep::Input => Change { peak: forward_lean_peak, gain: output, loss: 0 },
+                Keep::Nothing => Change { peak: forward_lean_peak, gain: output, loss: input },
+            }
+        }
+        Op::Recompute { layer, samples } => {
+            let Footprint { input, saved, recompute_peak, .. } = footprint(layer, samples);
+            Change { peak: recompute_peak, gain: saved, loss: input }
+        }
+        Op::Backward { layer, samples } => {
+            let Footprint { output, saved, backward_peak, .. } = footprint(layer, samples);
+            let input_gradient = match layer {
+                0 => 0,
+                _ => footprint(layer - 1, samples).output,
+            };
+            Change { peak: backward_peak, gain: input_gradient, loss: saved + output }
+        }
+        Op::Predict { layer, samples } => {
+            let Footprint { input, .. } = footprint(layer, samples);
+            let logits = allocation_bytes(samples.count() * chain.vocabulary);
+            // Normed rows and statistics of one position a sample are at most what the input takes.
+            Change { peak: input + logits, gain: 0, loss: input }
+        }
+        Op::CountTargets | Op::SumLoss | Op::GradientNorm | Op::Update { .. } => none,
+    }
+}

@@ -1,0 +1,183 @@
+//! The search for the best table on a single device: the largest micro-batch worth having that fits with
+//! everything kept; if not even one sample fits so, the same with recomputation; if not even that fits, an
+//! error that says how much is needed.
+
+use shoal_model::{Chain, LayerKind};
+use thiserror::Error;
+
+use crate::compile::{CompileError, compile};
+use crate::memory::{MemoryForecast, forecast};
+use crate::program::{Program, Purpose};
+use crate::table::{
+    Activations, Compute, ComputeCopy, DeviceRow, FORMAT, Held, Holder, LayerRow, Order, Plan, Residence,
+    Samples, TensorRow,
+};
+
+/// Tokens of a micro-batch past which a CPU's matrix products gain nothing more.
+const ROWS_ENOUGH: usize = 4096;
+
+/// The device to plan for.
+#[derive(Clone, Debug)]
+pub struct DeviceOffer {
+    pub name: String,
+    pub budget_bytes: u64,
+    pub workspace_bytes: u64,
+}
+
+/// What the user fixed; the rest is searched.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Preferences {
+    /// Samples of a micro-batch.
+    pub micro_batch: Option<usize>,
+    pub activations: Option<Activations>,
+    pub layer_first: bool,
+}
+
+/// The step to plan.
+#[derive(Clone, Copy, Debug)]
+pub struct StepShape {
+    pub global_batch: usize,
+    pub sequence: usize,
+    /// State tensors the optimizer keeps per parameter tensor.
+    pub optimizer_states: usize,
+}
+
+#[derive(Debug, Error)]
+pub enum PlanError {
+    #[error(
+        "{device}: training needs at least {needed_bytes} bytes (one sample at a time, {how}), the budget is {budget_bytes}: {short_bytes} short"
+    )]
+    TooSmall { device: String, needed_bytes: u64, budget_bytes: u64, short_bytes: u64, how: &'static str },
+    #[error("a micro-batch of {micro_batch} samples was asked for, but the global batch has {global_batch}")]
+    MicroBatch { micro_batch: usize, global_batch: usize },
+    #[error(transparent)]
+    Compile(#[from] CompileError),
+}
+
+impl PlanError {
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            PlanError::TooSmall { .. } => {
+                Some("raise plan.memory, shorten data.sequence, or choose a smaller model".into())
+            }
+            PlanError::MicroBatch { .. } => {
+                Some("set plan.micro_batch to between 1 and train.global_batch, or leave it out".into())
+            }
+            PlanError::Compile(_) => None,
+        }
+    }
+}
+
+/// A table, its program and what it takes.
+pub struct Planned {
+    pub plan: Plan,
+    pub program: Program,
+    pub memory: MemoryForecast,
+}
+
+/// Finds the best training plan that fits.
+pub fn plan_one_device(
+    chain: &Chain,
+    step: StepShape,
+    device: &DeviceOffer,
+    wanted: Preferences,
+) -> Result<Planned, PlanError> {
+    let StepShape { global_batch, sequence, .. } = step;
+    if let Some(micro_batch) = wanted.micro_batch.filter(|size| *size == 0 || *size > global_batch) {
+        return Err(PlanError::MicroBatch { micro_batch, global_batch });
+    }
+    let try_plan = |micro_batch: usize, activations: Activations| -> Result<Planned, PlanError> {
+        let plan = table(chain, step, device, micro_batch, activations, wanted.layer_first);
+        let program = compile(&plan, chain, Purpose::Train)?;
+        let memory = forecast(&program, &plan, chain);
+        Ok(Planned { plan, program, memory })
+    };
+    let sizes = match wanted.micro_batch {
+        Some(size) => vec![size],
+        None => candidate_sizes(global_batch, sequence),
+    };
+    let kinds = match wanted.activations {
+        Some(kind) => vec![kind],
+        None => vec![Activations::Keep, Activations::Recompute],
+    };
+    let mut least: Option<Planned> = None;
+    for kind in &kinds {
+        for size in &sizes {
+            let planned = try_plan(*size, *kind)?;
+            if planned.memory.total() <= device.budget_bytes {
+                return Ok(planned);
+            }
+            if least.as_ref().is_none_or(|other| planned.memory.total() < other.memory.total()) {
+                least = Some(planned);
+            }
+        }
+    }
+    let needed_bytes = least.map_or(0, |planned| planned.memory.total());
+    Err(PlanError::TooSmall {
+        device: device.name.clone(),
+        needed_bytes,
+        budget_bytes: device.budget_bytes,
+        short_bytes: needed_bytes.saturating_sub(device.budget_bytes),
+        how: match kinds.last() {
+            Some(Activations::Recompute) => "recomputing",
+            _ => "keeping activations",
+        },
+    })
+}
+
+/// Micro-batch sizes worth trying, the best first: as large as helps, then smaller.
+fn candidate_sizes(global_batch: usize, sequence: usize) -> Vec<usize> {
+    let most = (ROWS_ENOUGH / sequence.max(1)).clamp(1, global_batch);
+    // Even pieces: a ragged last micro-batch is correct but wastes a little.
+    let mut sizes: Vec<usize> =
+        (1..=most).rev().map(|size| global_batch.div_ceil(global_batch.div_ceil(size))).collect();
+    sizes.dedup();
+    sizes
+}
+
+/// The table with one entry in every row.
+pub fn table(
+    chain: &Chain,
+    step: StepShape,
+    device: &DeviceOffer,
+    micro_batch: usize,
+    activations: Activations,
+    layer_first: bool,
+) -> Plan {
+    let StepShape { global_batch, sequence, optimizer_states } = step;
+    let micro_batches: Vec<Samples> = (0..global_batch)
+        .step_by(micro_batch)
+        .map(|start| Samples { start, end: (start + micro_batch).min(global_batch) })
+        .collect();
+    let layers = chain.layers.iter().map(|layer| {
+        // The head's backward follows its forward at once: recomputing it would only cost.
+        let recomputed = matches!(layer.kind, LayerKind::Block(_)) && activations == Activations::Recompute;
+        let activations = if recomputed { Activations::Recompute } else { Activations::Keep };
+        let compute = Compute { device: 0, micro_batches: micro_batches.clone(), activations };
+        LayerRow { layer: layer.name.clone(), compute: vec![compute] }
+    });
+    let tensors = chain.tensors.iter().map(|tensor| {
+        let whole = vec![Held { holder: Holder::Device(0), slice: Samples::new(0..tensor.elements()) }];
+        TensorRow {
+            tensor: tensor.name.clone(),
+            elements: tensor.elements(),
+            compute_copies: vec![ComputeCopy { device: 0, residence: Residence::Resident }],
+            gradient: whole.clone(),
+            optimizer: whole,
+        }
+    });
+    Plan {
+        format: FORMAT,
+        global_batch,
+        sequence,
+        optimizer_states,
+        devices: vec![DeviceRow {
+            name: device.name.clone(),
+            budget_bytes: device.budget_bytes,
+            workspace_bytes: device.workspace_bytes,
+        }],
+        order: if layer_first { Order::LayerFirst } else { Order::MicroBatchFirst },
+        layers: layers.collect(),
+        tensors: tensors.collect(),
+    }
+}

@@ -1,0 +1,285 @@
+//! The plan: one row per layer (which device runs which samples, in which micro-batches, and what becomes
+//! of its activations) and one row per tensor (who holds its compute copy, its gradient sum and its
+//! optimizer slices). A tied tensor has one row, whichever layers use it.
+
+use std::fmt;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+use shoal_model::Chain;
+use thiserror::Error;
+
+/// Written into every plan and program; raised when their meaning changes.
+pub const FORMAT: u32 = 1;
+
+/// A run of samples by their numbers in the global batch; in JSON `[start, end]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(into = "[usize; 2]", from = "[usize; 2]")]
+pub struct Samples {
+    pub start: usize,
+    pub end: usize,
+}
+
+impl Samples {
+    pub fn new(range: Range<usize>) -> Samples {
+        Samples { start: range.start, end: range.end }
+    }
+
+    pub fn range(self) -> Range<usize> {
+        self.start..self.end
+    }
+
+    pub fn count(self) -> usize {
+        self.end.saturating_sub(self.start)
+    }
+}
+
+impl From<[usize; 2]> for Samples {
+    fn from([start, end]: [usize; 2]) -> Samples {
+        Samples { start, end }
+    }
+}
+
+impl From<Samples> for [usize; 2] {
+    fn from(samples: Samples) -> [usize; 2] {
+        [samples.start, samples.end]
+    }
+}
+
+impl fmt::Display for Samples {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "samples {}..{}", self.start, self.end)
+    }
+}
+
+/// A piece of a tensor, in elements; in JSON `[start, end]`.
+pub type Slice = Samples;
+
+/// What becomes of a layer's inner tensors between forward and backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Activations {
+    Keep,
+    /// Made again from the layer's input.
+    Recompute,
+}
+
+/// One device's share of a layer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Compute {
+    /// Index into [`Plan::devices`].
+    pub device: usize,
+    pub micro_batches: Vec<Samples>,
+    pub activations: Activations,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerRow {
+    pub layer: String,
+    pub compute: Vec<Compute>,
+}
+
+/// A place that holds state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Holder {
+    /// A device's own memory.
+    Device(usize),
+}
+
+/// Whether a compute copy stays or is brought for each use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Residence {
+    Resident,
+}
+
+/// A device's copy of a tensor, as its layers read it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ComputeCopy {
+    pub device: usize,
+    pub residence: Residence,
+}
+
+/// A slice and who holds it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Held {
+    pub holder: Holder,
+    pub slice: Slice,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TensorRow {
+    pub tensor: String,
+    pub elements: usize,
+    pub compute_copies: Vec<ComputeCopy>,
+    pub gradient: Vec<Held>,
+    pub optimizer: Vec<Held>,
+}
+
+/// In which order a device works through its share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Order {
+    /// A micro-batch goes forward through all the device's layers and straight back: least memory.
+    MicroBatchFirst,
+    /// All micro-batches of a layer before the next layer: each layer's parameters are wanted once.
+    LayerFirst,
+}
+
+/// A device as a plan knows it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DeviceRow {
+    pub name: String,
+    /// The most bytes the plan may use there.
+    pub budget_bytes: u64,
+    /// Bytes the device takes for itself, whatever it runs.
+    pub workspace_bytes: u64,
+}
+
+/// The table.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Plan {
+    pub format: u32,
+    pub global_batch: usize,
+    /// Tokens of a sample.
+    pub sequence: usize,
+    /// State tensors the optimizer keeps per parameter tensor.
+    pub optimizer_states: usize,
+    pub devices: Vec<DeviceRow>,
+    pub order: Order,
+    pub layers: Vec<LayerRow>,
+    pub tensors: Vec<TensorRow>,
+}
+
+/// Why a table is not one: each names the row.
+#[derive(Debug, Error, PartialEq)]
+pub enum TableError {
+    #[error("the plan is of format {found}, this program reads format {FORMAT}")]
+    Format { found: u32 },
+    #[error("the plan has {found} layer rows, the model {expected}")]
+    LayerCount { found: usize, expected: usize },
+    #[error("layer row {row} is called \"{found}\", the model's layer is \"{expected}\"")]
+    LayerName { row: usize, found: String, expected: String },
+    #[error("{layer}: {what}")]
+    Compute { layer: String, what: String },
+    #[error("the plan has {found} tensor rows, the model {expected}")]
+    TensorCount { found: usize, expected: usize },
+    #[error("tensor {tensor}: {what}")]
+    Tensor { tensor: String, what: String },
+}
+
+impl Plan {
+    /// A short name that two equal plans share.
+    pub fn id(&self) -> String {
+        let text = serde_json::to_string(self).unwrap_or_default();
+        blake3::hash(text.as_bytes()).to_hex()[..12].to_owned()
+    }
+
+    /// Whether this is a table for that model: every sample visits every layer once, every element of every
+    /// tensor has its holders.
+    pub fn check(&self, chain: &Chain) -> Result<(), TableError> {
+        if self.format != FORMAT {
+            return Err(TableError::Format { found: self.format });
+        }
+        if self.layers.len() != chain.layers.len() {
+            return Err(TableError::LayerCount { found: self.layers.len(), expected: chain.layers.len() });
+        }
+        for (row, (planned, layer)) in self.layers.iter().zip(&chain.layers).enumerate() {
+            if planned.layer != layer.name {
+                let (found, expected) = (planned.layer.clone(), layer.name.clone());
+                return Err(TableError::LayerName { row, found, expected });
+            }
+            self.check_layer(planned)?;
+        }
+        if self.tensors.len() != chain.tensors.len() {
+            let (found, expected) = (self.tensors.len(), chain.tensors.len());
+            return Err(TableError::TensorCount { found, expected });
+        }
+        for (index, row) in self.tensors.iter().enumerate() {
+            let spec = &chain.tensors[index];
+            let wrong = |what: String| TableError::Tensor { tensor: spec.name.clone(), what };
+            if row.tensor != spec.name || row.elements != spec.elements() {
+                return Err(wrong(format!("the row is for {} of {} elements", row.tensor, row.elements)));
+            }
+            self.check_slices(row, "gradient", &row.gradient)?;
+            self.check_slices(row, "optimizer", &row.optimizer)?;
+            for layer in chain.users(index) {
+                for compute in &self.layers[layer].compute {
+                    if !row.compute_copies.iter().any(|copy| copy.device == compute.device) {
+                        let name = &self.layers[layer].layer;
+                        return Err(wrong(format!(
+                            "device {} computes {name} without a copy",
+                            compute.device
+                        )));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check_layer(&self, row: &LayerRow) -> Result<(), TableError> {
+        let wrong = |what: String| TableError::Compute { layer: row.layer.clone(), what };
+        if let Some(compute) = row.compute.iter().find(|compute| compute.device >= self.devices.len()) {
+            return Err(wrong(format!("there is no device {}", compute.device)));
+        }
+        let mut pieces: Vec<Samples> =
+            row.compute.iter().flat_map(|compute| compute.micro_batches.iter().copied()).collect();
+        pieces.sort();
+        let mut next = 0;
+        for piece in pieces {
+            if piece.count() == 0 {
+                return Err(wrong(format!("the micro-batch of {piece} is empty")));
+            }
+            if piece.start != next {
+                return Err(wrong(format!(
+                    "sample {} is computed twice or not at all",
+                    next.min(piece.start)
+                )));
+            }
+            next = piece.end;
+        }
+        if next != self.global_batch {
+            return Err(wrong(format!(
+                "{next} samples are computed, the global batch is {}",
+                self.global_batch
+            )));
+        }
+        Ok(())
+    }
+
+    fn check_slices(&self, row: &TensorRow, column: &str, held: &[Held]) -> Result<(), TableError> {
+        let wrong = |what: String| TableError::Tensor { tensor: row.tensor.clone(), what };
+        let mut slices: Vec<Slice> = held.iter().map(|held| held.slice).collect();
+        slices.sort();
+        let mut next = 0;
+        for slice in slices {
+            if slice.start != next {
+                return Err(wrong(format!(
+                    "{column}: element {} has two holders or none",
+                    next.min(slice.start)
+                )));
+            }
+            next = slice.end;
+        }
+        if next != row.elements {
+            return Err(wrong(format!("{column}: {next} of {} elements have a holder", row.elements)));
+        }
+        let missing = held.iter().find_map(|held| match held.holder {
+            Holder::Device(device) if device >= self.devices.len() => Some(device),
+            Holder::Device(_) => None,
+        });
+        match missing {
+            Some(device) => Err(wrong(format!("{column}: there is no device {device}"))),
+            None => Ok(()),
+        }
+    }
+}
