@@ -6,6 +6,8 @@
 //! - [`run`]: step after step: data, schedule, evaluation, checkpoints, metrics.
 //! - [`metrics`]: `metrics.jsonl`, one line a step, true across restarts.
 //! - [`identity`]: whether a run folder belongs to this job.
+//! - [`import`]: weights from a Hugging Face folder.
+//! - [`golden`]: comparison with a reference implementation.
 //! - [`rate`]: the device's measured matrix rate, against which speed is shown.
 
 pub mod error;
@@ -20,5 +22,5 @@ pub mod state;
 
 pub use error::EngineError;
 pub use executor::{Executor, StepInput, StepOutcome};
-//pub use run::{Run, RunEvent, RunSettings, StopReason};
+pub use run::{Interval, Run, RunEvent, RunSettings, StopReason};
 pub use state::ModelState;

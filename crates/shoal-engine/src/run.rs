@@ -1,1 +1,325 @@
-//! x
+//! Step after step: data, schedule, evaluation, checkpoints, metrics. What happens inside a step is the
+//! program's affair; what this loop owns is that a run can be stopped, killed and resumed at any moment and
+//! end in the same bits.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use shoal_data::{Dataset, Order};
+use shoal_model::Chain;
+use shoal_nn::{OptimizerSettings, Schedule};
+use shoal_plan::one_device::table;
+use shoal_plan::{Activations, DeviceOffer, Plan, Program, Purpose, StepShape, compile, verify};
+use shoal_state::checkpoint::{Checkpoint, Entry, Header, Store};
+
+use crate::error::{EngineError, Result};
+use crate::executor::{Batch, Executor, StepInput};
+use crate::identity::Identity;
+use crate::metrics::{Metrics, StepRecord};
+
+/// How often something is due.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Interval {
+    Steps(u64),
+    Time(Duration),
+    /// As often as keeps the cost of saving near one percent of the time.
+    Auto,
+}
+
+/// Which generator the seed belongs to, as checkpoints record it: draws are a pure function of these.
+const RNG: &str = "mix(seed, step, sample, layer, site, element) 1";
+
+/// With `every = "auto"`: never more often than this, and saving takes at most a hundredth of the time.
+const AUTO_LEAST: Duration = Duration::from_secs(60);
+const AUTO_COST_SHARE: u32 = 100;
+
+/// What a run is to do; everything in it has been validated.
+pub struct RunSettings {
+    pub steps: u64,
+    /// Stop, save and return after this step, as if interrupted.
+    pub stop_at: Option<u64>,
+    pub seed: u64,
+    pub shuffle: bool,
+    pub optimizer: OptimizerSettings,
+    pub schedule: Schedule,
+    pub folder: PathBuf,
+    pub checkpoint_every: Interval,
+    pub checkpoints_kept: usize,
+    pub eval_every: Option<Interval>,
+    /// Operations of one sample's training step.
+    pub flops_per_sample: u64,
+    /// The device's kind and measured matrix rate.
+    pub device_kind: String,
+    pub peak_flops_per_second: f64,
+}
+
+/// What happened, for whoever shows it.
+#[derive(Clone, Debug)]
+pub enum RunEvent {
+    Step(StepRecord),
+    Saving { step: u64 },
+    Saved { step: u64, bytes: u64, seconds: f64 },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopReason {
+    Finished,
+    Interrupted,
+}
+
+/// Samples of the endless stream from some position on.
+struct Window<'a> {
+    data: &'a Dataset,
+    order: &'a Order,
+    first: u64,
+}
+
+impl Batch for Window<'_> {
+    fn read(&self, samples: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result {
+        let sequence = self.data.sequence();
+        let rows = tokens.chunks_mut(sequence).zip(targets.chunks_mut(sequence));
+        for (sample, (tokens, targets)) in samples.zip(rows) {
+            let (_, index) = self.order.index(self.first + sample as u64);
+            self.data.read(index, tokens, targets)?;
+        }
+        Ok(())
+    }
+}
+
+pub struct Run {
+    settings: RunSettings,
+    identity: Identity,
+    executor: Executor,
+    plan: Plan,
+    program: Program,
+    data: Dataset,
+    order: Order,
+    eval_data: Option<Dataset>,
+    /// Evaluation programs by number of samples: whole batches, and the last one.
+    eval_programs: HashMap<usize, Program>,
+    store: Store,
+    metrics: Metrics,
+    /// Steps completed.
+    step: u64,
+    last_saved: Option<u64>,
+}
+
+impl Run {
+    /// A run that goes on from `checkpoint`, or starts at the executor's parameters.
+    #[allow(clippy::too_many_arguments)] // the parts of a run, each made by the caller
+    pub fn new(
+        settings: RunSettings,
+        identity: Identity,
+        mut executor: Executor,
+        plan: Plan,
+        program: Program,
+        data: Dataset,
+        eval_data: Option<Dataset>,
+        store: Store,
+        checkpoint: Option<&Checkpoint>,
+    ) -> Result<Run> {
+        verify(&program, &plan, executor.chain(), Purpose::Train)?;
+        let step = match checkpoint {
+            None => 0,
+            Some(checkpoint) => restore(checkpoint, &settings.optimizer, &mut executor)?,
+        };
+        let metrics = Metrics::open(&settings.folder, step)?;
+        let order = Order::new(data.len(), settings.seed, settings.shuffle);
+        Ok(Run {
+            last_saved: checkpoint.map(|_| step),
+            settings,
+            identity,
+            executor,
+            plan,
+            program,
+            data,
+            order,
+            eval_data,
+            eval_programs: HashMap::new(),
+            store,
+            metrics,
+            step,
+        })
+    }
+
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    pub fn executor(&self) -> &Executor {
+        &self.executor
+    }
+
+    /// Trains until the last step, or until `stop` is set; either way the state is saved.
+    pub fn go(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {
+        let mut saved_at = Instant::now();
+        let mut evaluated_at = Instant::now();
+        let mut save_cost = Duration::ZERO;
+        let last = self.settings.stop_at.map_or(self.settings.steps, |stop| stop.min(self.settings.steps));
+        while self.step < last {
+            let mut record = self.train_step()?;
+            let finished = self.step >= self.settings.steps;
+            let stopping = stop.load(Ordering::Relaxed) || self.step >= last;
+            if let Some(every) = self.settings.eval_every
+                && (finished || due(every, self.step, evaluated_at, Duration::ZERO))
+            {
+                record.eval_loss = Some(self.evaluate()?);
+                evaluated_at = Instant::now();
+            }
+            self.metrics.append(&record)?;
+            on_event(RunEvent::Step(record));
+            if stopping || due(self.settings.checkpoint_every, self.step, saved_at, save_cost) {
+                let started = Instant::now();
+                self.save(on_event)?;
+                save_cost = started.elapsed();
+                saved_at = Instant::now();
+            }
+            if stopping && !finished {
+                return Ok(StopReason::Interrupted);
+            }
+        }
+        // A job that asks for no steps, or resumes when all are done, still leaves a checkpoint.
+        if self.last_saved != Some(self.step) {
+            self.save(on_event)?;
+        }
+        Ok(if self.step >= self.settings.steps { StopReason::Finished } else { StopReason::Interrupted })
+    }
+
+    fn train_step(&mut self) -> Result<StepRecord> {
+        let started = Instant::now();
+        let settings = &self.settings;
+        let lr = settings.optimizer.lr * settings.schedule.factor(self.step, settings.steps);
+        let samples = self.plan.global_batch as u64;
+        let batch = Window { data: &self.data, order: &self.order, first: self.step * samples };
+        let input = StepInput {
+            step: self.step,
+            seed: settings.seed,
+            lr,
+            optimizer: Some(&settings.optimizer),
+            batch: &batch,
+        };
+        let outcome = self.executor.run(&self.program, &input).map_err(|error| match error {
+            EngineError::NotFinite { step, what, value, .. } => {
+                EngineError::NotFinite { step, what, value, checkpoint: self.last_saved }
+            }
+            other => other,
+        })?;
+        self.step += 1;
+        let seconds = started.elapsed().as_secs_f64();
+        let useful = samples as f64 * settings.flops_per_sample as f64 / seconds;
+        let arena = self.executor.device().arena();
+        let device = arena.device().to_owned();
+        Ok(StepRecord {
+            step: self.step,
+            loss: outcome.loss(),
+            grad_norm: outcome.gradient_norm,
+            lr,
+            tokens: outcome.targets,
+            eval_loss: None,
+            step_ms: seconds * 1e3,
+            tokens_per_s: outcome.targets as f64 / seconds,
+            mfu: BTreeMap::from([(settings.device_kind.clone(), useful / settings.peak_flops_per_second)]),
+            memory_bytes: BTreeMap::from([(device, arena.peak())]),
+            plan: self.plan.id(),
+            predicted_ms: None,
+            dollars: None,
+        })
+    }
+
+    /// Mean loss over every target token of the held-out set.
+    fn evaluate(&mut self) -> Result<f64> {
+        let Some(data) = &self.eval_data else { return Ok(f64::NAN) };
+        let order = Order::new(data.len(), 0, false);
+        let (mut loss_sum, mut targets) = (0.0, 0);
+        let batch_size = self.plan.global_batch as u64;
+        let mut first = 0;
+        while first < data.len() {
+            let samples = batch_size.min(data.len() - first) as usize;
+            if !self.eval_programs.contains_key(&samples) {
+                let program = evaluation_program(&self.plan, self.executor.chain(), samples)?;
+                self.eval_programs.insert(samples, program);
+            }
+            let batch = Window { data, order: &order, first };
+            let input = StepInput { step: self.step, seed: 0, lr: 0.0, optimizer: None, batch: &batch };
+            let outcome = self.executor.run(&self.eval_programs[&samples], &input)?;
+            loss_sum += outcome.loss_sum;
+            targets += outcome.targets;
+            first += samples as u64;
+        }
+        Ok(loss_sum / targets as f64)
+    }
+
+    fn save(&mut self, on_event: &mut dyn FnMut(RunEvent)) -> Result {
+        on_event(RunEvent::Saving { step: self.step });
+        let started = Instant::now();
+        let header = Header {
+            job: self.identity.fingerprint(),
+            step: self.step,
+            position: self.step * self.plan.global_batch as u64,
+            seed: self.settings.seed,
+            rng: RNG.into(),
+            plan: self.plan.id(),
+            extra: BTreeMap::new(),
+        };
+        let names = self.settings.optimizer.state_names();
+        let tensors = self.executor.state.tensors.iter().zip(&self.executor.chain().tensors);
+        let entries = tensors.flat_map(|(held, spec)| {
+            let (name, shape) = (spec.name.as_str(), spec.shape.as_slice());
+            let parameter = Entry { name, role: "parameter", shape, data: held.parameter.floats() };
+            let states = held.optimizer.iter().zip(names);
+            let states = states.map(move |(state, role)| Entry { name, role, shape, data: state.floats() });
+            std::iter::once(parameter).chain(states)
+        });
+        let saved = self.store.save(header, entries)?;
+        self.store.collect(self.settings.checkpoints_kept)?;
+        self.last_saved = Some(self.step);
+        let seconds = started.elapsed().as_secs_f64();
+        on_event(RunEvent::Saved { step: self.step, bytes: saved.bytes, seconds });
+        Ok(())
+    }
+}
+
+fn due(every: Interval, step: u64, since: Instant, cost: Duration) -> bool {
+    match every {
+        Interval::Steps(steps) => step.is_multiple_of(steps),
+        Interval::Time(time) => since.elapsed() >= time,
+        Interval::Auto => since.elapsed() >= AUTO_LEAST.max(cost * AUTO_COST_SHARE),
+    }
+}
+
+/// The program that evaluates `samples` samples with the training plan's micro-batches.
+fn evaluation_program(training: &Plan, chain: &Chain, samples: usize) -> Result<Program> {
+    let micro_batch = training.layers[0].compute[0].micro_batches[0].count().min(samples);
+    let device = &training.devices[0];
+    let offer = DeviceOffer {
+        name: device.name.clone(),
+        budget_bytes: device.budget_bytes,
+        workspace_bytes: device.workspace_bytes,
+    };
+    let shape = StepShape {
+        global_batch: samples,
+        sequence: training.sequence,
+        optimizer_states: training.optimizer_states,
+    };
+    let plan = table(chain, shape, &offer, micro_batch, Activations::Keep, false);
+    let program = compile(&plan, chain, Purpose::Evaluate)?;
+    verify(&program, &plan, chain, Purpose::Evaluate)?;
+    Ok(program)
+}
+
+/// Brings parameters and optimizer state back; the step they are of.
+fn restore(checkpoint: &Checkpoint, optimizer: &OptimizerSettings, executor: &mut Executor) -> Result<u64> {
+    let step = checkpoint.manifest().step;
+    let specs = executor.chain().tensors.clone();
+    for (held, spec) in executor.state.tensors.iter_mut().zip(&specs) {
+        checkpoint.read(&spec.name, "parameter", held.parameter.floats_mut())?;
+        for (state, role) in held.optimizer.iter_mut().zip(optimizer.state_names()) {
+            checkpoint.read(&spec.name, role, state.floats_mut())?;
+        }
+        held.version = step;
+    }
+    Ok(step)
+}

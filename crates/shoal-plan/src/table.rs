@@ -176,11 +176,15 @@ pub enum TableError {
     Tensor { tensor: String, what: String },
 }
 
+/// Twelve hexadecimal digits that name some content.
+pub fn short_hash(content: &[u8]) -> String {
+    blake3::hash(content).to_hex()[..12].to_owned()
+}
+
 impl Plan {
     /// A short name that two equal plans share.
     pub fn id(&self) -> String {
-        let text = serde_json::to_string(self).unwrap_or_default();
-        blake3::hash(text.as_bytes()).to_hex()[..12].to_owned()
+        short_hash(serde_json::to_string(self).unwrap_or_default().as_bytes())
     }
 
     /// Whether this is a table for that model: every sample visits every layer once, every element of every

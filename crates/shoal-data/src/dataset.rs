@@ -1,0 +1,258 @@
+//! A dataset as training sees it: numbered samples, any of which can be read at any time.
+
+use crate::check::{self, Subject};
+use crate::error::{Error, Result};
+use crate::files::{Integer, OpenFile};
+use crate::order::Order;
+use crate::prepare;
+use crate::rows::Rows;
+use crate::source::{Kind, Source, SourceFile};
+use crate::stored;
+use crate::stream::Stream;
+use crate::tokenizer::Tokenizer;
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Ids are handed on as `i32`, so no vocabulary is larger.
+const VOCABULARY_MAX: usize = 1 << 31;
+
+/// What a dataset is opened with.
+#[derive(Clone, Debug)]
+pub struct DatasetSpec {
+    /// The file or folder.
+    pub source: PathBuf,
+    /// What turns its text into tokens; files that hold tokens already need none.
+    pub tokenizer: Arc<Tokenizer>,
+    /// Tokens of one sample.
+    pub sequence: usize,
+    /// The model's vocabulary: every token id must be below it.
+    pub vocabulary: usize,
+    /// The folder that prepared tokens are kept in; it is made if it is not there.
+    pub cache: PathBuf,
+    /// The field of `.jsonl`, or the column of `.parquet`, that holds the text.
+    pub text_field: String,
+}
+
+impl DatasetSpec {
+    /// A spec with the usual text field, `text`.
+    pub fn new(
+        source: impl Into<PathBuf>,
+        tokenizer: Arc<Tokenizer>,
+        sequence: usize,
+        vocabulary: usize,
+        cache: impl Into<PathBuf>,
+    ) -> Self {
+        let (source, cache) = (source.into(), cache.into());
+        Self { source, tokenizer, sequence, vocabulary, cache, text_field: "text".into() }
+    }
+}
+
+/// Samples in memory: rows of `sequence`, end to end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Samples {
+    /// Tokens of one sample.
+    pub sequence: usize,
+    /// The tokens that go in.
+    pub inputs: Vec<i32>,
+    /// The token that should come out at each position, or [`crate::IGNORED`].
+    pub labels: Vec<i32>,
+}
+
+/// An open dataset. It can be shared between threads.
+#[derive(Debug)]
+pub struct Dataset {
+    samples: Kept,
+    sequence: usize,
+    documents: Option<u64>,
+    fingerprint: String,
+}
+
+/// Where the samples are.
+#[derive(Debug)]
+enum Kept {
+    /// Cut from a row of tokens.
+    Windows(Stream),
+    /// Stored one by one.
+    Rows(Rows),
+}
+
+impl Dataset {
+    /// Opens the dataset: finds its files, tokenizes them if that has not been done before, and looks at
+    /// every token id if that has not been done before. `progress` hears how many bytes of how many are done.
+    pub fn open(spec: &DatasetSpec, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
+        if spec.sequence == 0 {
+            return Err(Error::SequenceZero);
+        }
+        let vocabulary = spec.vocabulary.min(VOCABULARY_MAX);
+        let source = Source::find(&spec.source)?;
+        match source.kind {
+            Kind::Text | Kind::JsonLines | Kind::Parquet => open_text(spec, &source, vocabulary, progress),
+            Kind::Tokens => open_tokens(spec, &source, vocabulary, progress),
+            Kind::Safetensors => open_rows(spec, &source, vocabulary, progress),
+        }
+    }
+
+    /// Samples in one epoch: at least one.
+    #[expect(clippy::len_without_is_empty, reason = "an empty dataset does not open")]
+    pub fn len(&self) -> u64 {
+        match &self.samples {
+            Kept::Windows(stream) => stream.windows(self.sequence),
+            Kept::Rows(rows) => rows.rows,
+        }
+    }
+
+    /// Tokens in the dataset.
+    pub fn tokens(&self) -> u64 {
+        match &self.samples {
+            Kept::Windows(stream) => stream.tokens,
+            Kept::Rows(rows) => rows.tokens,
+        }
+    }
+
+    /// Documents the text consisted of; unknown where the files hold tokens.
+    pub fn documents(&self) -> Option<u64> {
+        self.documents
+    }
+
+    /// Tokens of one sample.
+    pub fn sequence(&self) -> usize {
+        self.sequence
+    }
+
+    /// What identifies the samples: the same on every machine that has the same data, wherever it lies and
+    /// whichever files it came from; another when a sample differs.
+    pub fn fingerprint(&self) -> String {
+        self.fingerprint.clone()
+    }
+
+    /// Reads sample `index`.
+    ///
+    /// # Panics
+    /// If there is no such sample, or the slices are not one sequence long.
+    pub fn read(&self, index: u64, inputs: &mut [i32], labels: &mut [i32]) -> Result<()> {
+        assert!(index < self.len(), "sample {index} of {}", self.len());
+        assert_eq!((inputs.len(), labels.len()), (self.sequence, self.sequence));
+        match &self.samples {
+            Kept::Windows(stream) => stream.read_window(index, inputs, labels),
+            Kept::Rows(rows) => rows.read(index, inputs, labels),
+        }
+    }
+
+    /// Reads the samples at `positions` of the endless stream.
+    pub fn batch(&self, order: &Order, positions: Range<u64>) -> Result<Samples> {
+        let mut samples = Samples { sequence: self.sequence, inputs: Vec::new(), labels: Vec::new() };
+        for position in positions {
+            let (_, index) = order.index(position);
+            let start = samples.inputs.len();
+            samples.inputs.resize(start + self.sequence, 0);
+            samples.labels.resize(start + self.sequence, 0);
+            self.read(index, &mut samples.inputs[start..], &mut samples.labels[start..])?;
+        }
+        Ok(samples)
+    }
+
+    /// Windows of a stream, if it is long enough for one.
+    fn of_stream(stream: Stream, spec: &DatasetSpec, documents: Option<u64>, content: &str) -> Result<Self> {
+        let needed = (spec.sequence as u64).saturating_add(1);
+        if stream.tokens < needed {
+            return Err(Error::TooShort { path: spec.source.clone(), tokens: stream.tokens, needed });
+        }
+        let fingerprint = fingerprint("windows", spec.sequence, content);
+        Ok(Self { samples: Kept::Windows(stream), sequence: spec.sequence, documents, fingerprint })
+    }
+}
+
+fn open_text(
+    spec: &DatasetSpec,
+    source: &Source,
+    vocabulary: usize,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Dataset> {
+    let tokenizer = &*spec.tokenizer;
+    if tokenizer.vocabulary() > vocabulary {
+        let (tokenizer, tokenizer_ids) = (tokenizer.name(), tokenizer.vocabulary());
+        return Err(Error::VocabularyTooSmall { tokenizer, tokenizer_ids, vocabulary });
+    }
+    let (file, header) = prepare::prepare(source, tokenizer, &spec.text_field, &spec.cache, progress)?;
+    let mut stream = Stream::new(vocabulary);
+    stream.append(file, header.integer, stored::HEADER_BYTES as u64, header.tokens);
+    let content = blake3::Hash::from_bytes(header.content).to_hex();
+    Dataset::of_stream(stream, spec, Some(header.documents), &content)
+}
+
+fn open_tokens(
+    spec: &DatasetSpec,
+    source: &Source,
+    vocabulary: usize,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Dataset> {
+    let mut stream = Stream::new(vocabulary);
+    let mut reading = String::new();
+    for file in &source.files {
+        let (integer, name) = token_type(file, vocabulary)?;
+        let width = integer.width() as u64;
+        if file.bytes == 0 {
+            return Err(Error::Empty { path: file.path.clone() });
+        }
+        if file.bytes % width != 0 {
+            let (path, bytes, width) = (file.path.clone(), file.bytes, integer.width());
+            return Err(Error::BinSize { path, bytes, width, dtype: name });
+        }
+        stream.append(OpenFile::open(&file.path)?, integer, 0, file.bytes / width);
+        reading.push_str(name);
+    }
+    let subject = Subject::Stream(&stream);
+    let checked = check::check(source, &subject, &reading, vocabulary, &spec.cache, progress)?;
+    Dataset::of_stream(stream, spec, None, &checked.content)
+}
+
+fn open_rows(
+    spec: &DatasetSpec,
+    source: &Source,
+    vocabulary: usize,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Dataset> {
+    let sequence = spec.sequence;
+    let mut rows = Rows::new(sequence, vocabulary);
+    for file in &source.files {
+        rows.append(&file.path)?;
+    }
+    let subject = Subject::Rows { rows: &rows, sequence };
+    let checked = check::check(source, &subject, "rows", vocabulary, &spec.cache, progress)?;
+    let fingerprint = fingerprint("rows", sequence, &checked.content);
+    Ok(Dataset { samples: Kept::Rows(rows), sequence, documents: None, fingerprint })
+}
+
+/// The type of a `.bin` file's tokens: what the JSON file beside it says, or else what the model needs.
+fn token_type(file: &SourceFile, vocabulary: usize) -> Result<(Integer, &'static str)> {
+    /// `NAME.bin.json`; whoever writes one may put more in it.
+    #[derive(serde::Deserialize)]
+    struct Sidecar {
+        dtype: String,
+    }
+    let mut path = file.path.clone().into_os_string();
+    path.push(".json");
+    let path = PathBuf::from(path);
+    let content = match std::fs::read(&path) {
+        Ok(content) => content,
+        Err(cause) if cause.kind() == std::io::ErrorKind::NotFound => {
+            let narrow = vocabulary <= 1 << 16;
+            return Ok(if narrow { (Integer::U16, "u16") } else { (Integer::U32, "u32") });
+        }
+        Err(cause) => return Err(Error::io("read", &path, cause)),
+    };
+    let sidecar: Sidecar = serde_json::from_slice(&content)
+        .map_err(|error| Error::Sidecar { path: path.clone(), message: error.to_string() })?;
+    match sidecar.dtype.as_str() {
+        "u16" | "uint16" => Ok((Integer::U16, "u16")),
+        "u32" | "uint32" => Ok((Integer::U32, "u32")),
+        other => {
+            Err(Error::Sidecar { path, message: format!("its dtype is {other:?}, not \"u16\" or \"u32\"") })
+        }
+    }
+}
+
+fn fingerprint(cut: &str, sequence: usize, content: &str) -> String {
+    blake3::hash(format!("{cut} {sequence} {content}").as_bytes()).to_hex().to_string()
+}

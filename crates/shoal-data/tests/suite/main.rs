@@ -1,0 +1,10 @@
+//! The crate's tests, through its public face: one binary, since linking takes longer than running.
+
+mod cache;
+mod common;
+mod hostile;
+mod order;
+mod packing;
+mod refusals;
+mod sources;
+mod tokenizers;
