@@ -1,1 +1,52 @@
-fn main(){}
+//! `cargo xtask test` and `cargo xtask bench`: everything a contributor or CI runs, in one place.
+
+mod bench;
+
+use std::env;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+
+const USAGE: &str = "cargo xtask test         formatting, lints, every test
+cargo xtask bench cpu    training speed beside PyTorch's, where a Python with PyTorch is found
+                         (PYTHON names it; else python3)";
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let result = match words[..] {
+        ["test"] => test(),
+        ["bench", "cpu"] => bench::cpu(),
+        _ => Err(USAGE.to_owned()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(sentence) => {
+            eprintln!("{sentence}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Runs cargo in the workspace; an error names the command.
+fn cargo(arguments: &[&str]) -> Result<(), String> {
+    eprintln!("$ cargo {}", arguments.join(" "));
+    let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo).args(arguments).current_dir(root()).status();
+    match status {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(format!("cargo {}: {status}", arguments.join(" "))),
+        Err(error) => Err(format!("cargo {}: {error}", arguments.join(" "))),
+    }
+}
+
+fn test() -> Result<(), String> {
+    cargo(&["fmt", "--all", "--check"])?;
+    // The profile of the shipped binary throughout: the tests train real models, and one profile means
+    // dependencies are built once.
+    cargo(&["clippy", "--release", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
+    cargo(&["test", "--release", "--workspace", "--all-targets"])
+}

@@ -27,7 +27,8 @@ impl Batch for RandomTokens {
         tokens: &mut [i32],
         targets: &mut [i32],
     ) -> Result<(), shoal_engine::EngineError> {
-        let token = |place: usize| (shoal_kernels::random::mix64(place as u64) % self.vocabulary as u64) as i32;
+        let token =
+            |place: usize| (shoal_kernels::random::mix64(place as u64) % self.vocabulary as u64) as i32;
         let first = samples.start * self.sequence;
         for (index, (input, target)) in tokens.iter_mut().zip(targets).enumerate() {
             (*input, *target) = (token(first + index), token(first + index + 1));

@@ -2,7 +2,7 @@
 //! go on with the run, another job may not write over it. Keys that do not change what is learned up to a
 //! given step (how long to train, how often to save, how to cut the work) may differ.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -54,10 +54,8 @@ impl Identity {
 
     /// Claims the folder for this job, or finds that it already is this job's.
     pub fn claim(&self, folder: &Path) -> Result {
-        if let Some(there) = Identity::read(folder)?
-            && let Some(difference) = self.difference(&there)
-        {
-            return Err(EngineError::OtherJob { path: folder.to_owned(), difference });
+        if let Some(there) = Identity::read(folder)? {
+            self.compare(&there, folder)?;
         }
         std::fs::create_dir_all(folder)
             .map_err(|source| EngineError::File { path: folder.into(), source })?;
@@ -72,13 +70,28 @@ impl Identity {
         write().map_err(|source| EngineError::File { path: path.clone(), source })
     }
 
+    /// An error where the folder belongs to another job.
+    pub fn compare(&self, there: &Identity, folder: &Path) -> Result {
+        match self.difference(there) {
+            Some(difference) => Err(EngineError::OtherJob { path: folder.to_owned(), difference }),
+            None => Ok(()),
+        }
+    }
+
     /// The first key that differs, in words.
     fn difference(&self, there: &Identity) -> Option<String> {
-        let keys: std::collections::BTreeSet<&String> = self.fixed.keys().chain(there.fixed.keys()).collect();
-        let show = |value: Option<&Value>| value.map_or("not set".to_owned(), Value::to_string);
-        keys.into_iter().find_map(|key| {
-            let (ours, theirs) = (self.fixed.get(key), there.fixed.get(key));
-            (ours != theirs).then(|| format!("{key} was {} there and is {} now", show(theirs), show(ours)))
-        })
+        let keys: BTreeSet<&String> = self.fixed.keys().chain(there.fixed.keys()).collect();
+        keys.into_iter().find_map(|key| difference_at(key, there.fixed.get(key), self.fixed.get(key)))
     }
+}
+
+/// What differs at a key, or inside it where both sides are objects.
+fn difference_at(key: &str, before: Option<&Value>, now: Option<&Value>) -> Option<String> {
+    if let (Some(Value::Object(before)), Some(Value::Object(now))) = (before, now) {
+        let inner: BTreeSet<&String> = before.keys().chain(now.keys()).collect();
+        let at = |name: &String| difference_at(&format!("{key}.{name}"), before.get(name), now.get(name));
+        return inner.into_iter().find_map(at);
+    }
+    let show = |value: Option<&Value>| value.map_or("not set".to_owned(), Value::to_string);
+    (before != now).then(|| format!("{key} was {} there and is {} now", show(before), show(now)))
 }

@@ -6,12 +6,14 @@
 //! - [`run`]: step after step: data, schedule, evaluation, checkpoints, metrics.
 //! - [`metrics`]: `metrics.jsonl`, one line a step, true across restarts.
 //! - [`identity`]: whether a run folder belongs to this job.
+//! - [`generate`]: what a trained model says next.
 //! - [`import`]: weights from a Hugging Face folder.
 //! - [`golden`]: comparison with a reference implementation.
 //! - [`rate`]: the device's measured matrix rate, against which speed is shown.
 
 pub mod error;
 pub mod executor;
+pub mod generate;
 pub mod golden;
 pub mod identity;
 pub mod import;

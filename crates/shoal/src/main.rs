@@ -1,1 +1,66 @@
-fn main(){}
+//! The command line: thin, it validates and calls. stdout is data; stderr is progress and errors.
+
+mod assemble;
+mod commands;
+mod error;
+mod job;
+mod machine;
+mod model_folder;
+mod show;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::commands::{demo, doctor, export, generate, init, plan, train, verify};
+
+/// Trains large neural networks on the accelerators people can actually get.
+#[derive(Parser)]
+#[command(name = "shoal", version, about, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a small model here in under a minute and see what it learnt
+    Demo(demo::Options),
+    /// What this machine has, what works, what to fix
+    Doctor(doctor::Options),
+    /// Write a commented job file, with data, that runs as it is
+    Init(init::Options),
+    /// Train a job; the same command resumes it
+    Train(train::Options),
+    /// The plan for a job: who computes what, who keeps what, how much memory
+    Plan(plan::Options),
+    /// Write a run's model as a Hugging Face folder
+    Export(export::Options),
+    /// Continue a prompt with a trained model
+    Generate(generate::Options),
+    /// Compare with a reference implementation's logits, gradients and losses
+    Verify(verify::Options),
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Demo(options) => demo::run(options),
+        Command::Doctor(options) => doctor::run(options),
+        Command::Init(options) => init::run(options),
+        Command::Train(options) => train::run(options),
+        Command::Plan(options) => plan::run(options),
+        Command::Export(options) => export::run(options),
+        Command::Generate(options) => generate::run(options),
+        Command::Verify(options) => verify::run(options),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            if let Some(hint) = error.hint() {
+                eprintln!("hint: {hint}");
+            }
+            ExitCode::FAILURE
+        }
+    }
+}

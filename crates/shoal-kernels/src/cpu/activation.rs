@@ -17,11 +17,14 @@ impl CpuDevice {
         let chunk = self.element_chunk(x.len());
         let pieces = out.floats_mut().par_chunks_mut(chunk).zip(x.floats().par_chunks(chunk));
         pieces.for_each(|(out, x)| {
-            self.arch.dispatch(|| {
-                for (out, x) in out.iter_mut().zip(x) {
-                    *out = gelu(*x);
-                }
-            });
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (out, x) in out.iter_mut().zip(x) {
+                        *out = gelu(*x);
+                    }
+                },
+            );
         });
     }
 
@@ -30,13 +33,16 @@ impl CpuDevice {
         let chunk = self.element_chunk(x.len());
         let pieces = x.floats_mut().par_chunks_mut(chunk).zip(gradient.floats_mut().par_chunks_mut(chunk));
         pieces.for_each(|(x, gradient)| {
-            self.arch.dispatch(|| {
-                for (x, gradient) in x.iter_mut().zip(gradient) {
-                    let (value, slope) = gelu_both(*x);
-                    *x = value;
-                    *gradient *= slope;
-                }
-            });
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (x, gradient) in x.iter_mut().zip(gradient.iter_mut()) {
+                        let (value, slope) = gelu_both(*x);
+                        *x = value;
+                        *gradient *= slope;
+                    }
+                },
+            );
         });
     }
 
@@ -45,11 +51,14 @@ impl CpuDevice {
         let chunk = self.element_chunk(out.len());
         let inputs = gate.floats().par_chunks(chunk).zip(up.floats().par_chunks(chunk));
         out.floats_mut().par_chunks_mut(chunk).zip(inputs).for_each(|(out, (gate, up))| {
-            self.arch.dispatch(|| {
-                for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
-                    *out = gate * sigmoid(*gate) * up;
-                }
-            });
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    for ((out, gate), up) in out.iter_mut().zip(gate).zip(up) {
+                        *out = gate * sigmoid(*gate) * up;
+                    }
+                },
+            );
         });
     }
 
@@ -59,17 +68,21 @@ impl CpuDevice {
         let gates = gate.floats_mut().par_chunks_mut(chunk);
         let pieces = gates.zip(up.floats_mut().par_chunks_mut(chunk));
         pieces.zip(gradient.floats_mut().par_chunks_mut(chunk)).for_each(|((gate, up), gradient)| {
-            self.arch.dispatch(|| {
-                for ((gate, up), gradient) in gate.iter_mut().zip(up).zip(gradient) {
-                    let s = sigmoid(*gate);
-                    let silu = *gate * s;
-                    let slope = s * (*gate).mul_add(1.0 - s, 1.0);
-                    let (d, u) = (*gradient, *up);
-                    *gate = d * u * slope;
-                    *up = d * silu;
-                    *gradient = silu * u;
-                }
-            });
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    for ((gate, up), gradient) in gate.iter_mut().zip(up.iter_mut()).zip(gradient.iter_mut())
+                    {
+                        let s = sigmoid(*gate);
+                        let silu = *gate * s;
+                        let slope = s * (*gate).mul_add(1.0 - s, 1.0);
+                        let (d, u) = (*gradient, *up);
+                        *gate = d * u * slope;
+                        *up = d * silu;
+                        *gradient = silu * u;
+                    }
+                },
+            );
         });
     }
 }

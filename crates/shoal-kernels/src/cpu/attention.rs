@@ -4,11 +4,9 @@
 
 use std::ops::Range;
 
-use gemm_common::Parallelism;
-use gemm_f32::gemm::f32::get_gemm_fn;
-
 use super::dropout::RowMask;
 use super::math::{exp, max, sum_by};
+use super::matrix::single_product;
 use super::{CpuDevice, SCORES};
 use crate::device::{AttentionShape, DropoutSite};
 use crate::tensor::Tensor;
@@ -73,34 +71,14 @@ unsafe fn tile_product(
     (b, b_transposed): (Rows, bool),
     scale: f32,
 ) {
-    let strides = |rows: Rows, transposed: bool| {
-        let stride = rows.stride as isize;
-        if transposed { (stride, 1) } else { (1, stride) }
+    let matrix = |rows: Rows, transposed: bool| match transposed {
+        true => (rows.start.cast_const(), 1, rows.stride),
+        false => (rows.start.cast_const(), rows.stride, 1),
     };
-    let ((a_col, a_row), (b_col, b_row)) = (strides(a, a_transposed), strides(b, b_transposed));
+    let out = (out.start, out.stride, 1);
     // SAFETY: by this function's contract.
     unsafe {
-        get_gemm_fn()(
-            m,
-            n,
-            k,
-            out.start,
-            1,
-            out.stride as isize,
-            accumulate,
-            a.start,
-            a_col,
-            a_row,
-            b.start,
-            b_col,
-            b_row,
-            1.0,
-            scale,
-            false,
-            false,
-            false,
-            Parallelism::None,
-        );
+        single_product((m, n, k), out, accumulate, matrix(a, a_transposed), matrix(b, b_transposed), scale)
     }
 }
 
@@ -150,6 +128,7 @@ impl CpuDevice {
         out: &mut Tensor,
         logsumexp: &mut Tensor,
     ) {
+        assert!(shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads));
         assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
         assert_eq!(out.len(), shape.rows() * shape.query_width());
         assert_eq!(logsumexp.len(), shape.rows() * shape.heads);
@@ -165,7 +144,10 @@ impl CpuDevice {
             let site = dropout.map(|site| (site, sample, head));
             for queries in query_tiles(shape.sequence) {
                 let head = Head::new(&shape, qkv, sample, head);
-                self.arch.dispatch(|| forward_tile(&shape, site, head, out, lse, queries, scratch));
+                self.arch.dispatch(
+                    #[inline(always)]
+                    || forward_tile(&shape, site, head, out, lse, queries.clone(), scratch),
+                );
             }
         });
     }
@@ -182,6 +164,7 @@ impl CpuDevice {
         delta: &mut Tensor,
         qkv_gradient: &mut Tensor,
     ) {
+        assert!(shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads));
         assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
         assert_eq!(qkv_gradient.len(), qkv.len());
         assert_eq!((out.len(), out_gradient.len()), (shape.rows() * shape.query_width(), out.len()));
@@ -209,10 +192,15 @@ impl CpuDevice {
                     lse: lse.at(first, head),
                     delta: delta.at(first, head),
                 };
-                self.arch.dispatch(|| {
-                    context.prepare(index == 0);
-                    query_tiles(shape.sequence).for_each(|queries| context.tile(queries, scratch));
-                });
+                self.arch.dispatch(
+                    #[inline(always)]
+                    || {
+                        context.prepare(index == 0);
+                        for queries in query_tiles(shape.sequence) {
+                            context.tile(queries, scratch);
+                        }
+                    },
+                );
             }
         });
     }
@@ -268,8 +256,8 @@ fn forward_tile(
         for row in 0..rows {
             let query = queries.start + row;
             let seen = visible(query, &keys);
-            let line = &mut scratch[row * KEYS..row * KEYS + cols];
-            let (line, hidden) = line.split_at_mut(seen);
+            // SAFETY: the tile is this thread's.
+            let (line, hidden) = unsafe { scores.row_mut(row, cols) }.split_at_mut(seen);
             hidden.fill(0.0);
             let before = highest[row];
             let best = max(line).max(before);
@@ -345,8 +333,8 @@ impl Backward<'_> {
     fn tile(&self, queries: Range<usize>, scratch: &mut [f32]) {
         let (shape, size, rows) = (self.shape, self.shape.head_size, queries.len());
         let (weights, slopes) = scratch.split_at_mut(QUERIES * KEYS);
-        let weights_rows = Rows { start: weights.as_mut_ptr(), stride: KEYS };
-        let slopes_rows = Rows { start: slopes.as_mut_ptr(), stride: KEYS };
+        let weights_tile = Rows { start: weights.as_mut_ptr(), stride: KEYS };
+        let slopes_tile = Rows { start: slopes.as_mut_ptr(), stride: KEYS };
         let query = self.input.query.at(queries.start, 0);
         let dout = self.dout.at(queries.start, 0);
         for keys in key_tiles(&queries) {
@@ -356,23 +344,26 @@ impl Backward<'_> {
             unsafe {
                 tile_product(
                     (rows, cols, size),
-                    weights_rows,
+                    weights_tile,
                     false,
                     (query, false),
                     (key, true),
                     shape.scale,
                 );
-                tile_product((rows, cols, size), slopes_rows, false, (dout, false), (value, true), 1.0);
+                tile_product((rows, cols, size), slopes_tile, false, (dout, false), (value, true), 1.0);
             }
             for row in 0..rows {
                 let index = queries.start + row;
                 let seen = visible(index, &keys);
                 // SAFETY: written by the forward and by `prepare`; nobody writes them now.
                 let (lse, delta) = unsafe { (self.lse.row(index, 1)[0], self.delta.row(index, 1)[0]) };
-                let (weights, hidden) = weights[row * KEYS..row * KEYS + cols].split_at_mut(seen);
-                hidden.fill(0.0);
-                let (slopes, hidden) = slopes[row * KEYS..row * KEYS + cols].split_at_mut(seen);
-                hidden.fill(0.0);
+                // SAFETY: the tiles are this thread's.
+                let (weights, slopes) =
+                    unsafe { (weights_tile.row_mut(row, cols), slopes_tile.row_mut(row, cols)) };
+                let ((weights, hidden_weights), (slopes, hidden_slopes)) =
+                    (weights.split_at_mut(seen), slopes.split_at_mut(seen));
+                hidden_weights.fill(0.0);
+                hidden_slopes.fill(0.0);
                 match mask_of(&self.site, shape, index) {
                     None => {
                         for (weight, slope) in weights.iter_mut().zip(slopes) {
@@ -394,12 +385,12 @@ impl Backward<'_> {
             // SAFETY: this unit owns its key-value head's gradients and this head's query gradients.
             unsafe {
                 let dv = gradient.value.at(keys.start, 0);
-                tile_product((cols, size, rows), dv, true, (weights_rows, true), (dout, false), 1.0);
+                tile_product((cols, size, rows), dv, true, (weights_tile, true), (dout, false), 1.0);
                 let dq = gradient.query.at(queries.start, 0);
                 let onto = keys.start > 0;
-                tile_product((rows, size, cols), dq, onto, (slopes_rows, false), (key, false), 1.0);
+                tile_product((rows, size, cols), dq, onto, (slopes_tile, false), (key, false), 1.0);
                 let dk = gradient.key.at(keys.start, 0);
-                tile_product((cols, size, rows), dk, true, (slopes_rows, true), (query, false), 1.0);
+                tile_product((cols, size, rows), dk, true, (slopes_tile, true), (query, false), 1.0);
             }
         }
     }

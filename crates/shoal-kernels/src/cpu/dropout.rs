@@ -44,31 +44,35 @@ impl CpuDevice {
         out: &mut Tensor,
     ) {
         let rows = out.len() / cols;
+        assert_eq!(rows * cols, out.len());
         let residual = residual.map(|residual| {
             assert_eq!(residual.len(), out.len());
             residual.floats()
         });
         let chunk = rows.div_ceil(self.threads()).max(1);
         out.floats_mut().par_chunks_mut(chunk * cols).enumerate().for_each(|(index, part)| {
-            self.arch.dispatch(|| {
-                for (row, out) in part.chunks_exact_mut(cols).enumerate() {
-                    let row = index * chunk + row;
-                    let mask = RowMask::new(&site, (row / sequence) as u64, (row % sequence) as u64);
-                    match residual {
-                        Some(all) => {
-                            let residual = &all[row * cols..(row + 1) * cols];
-                            for (col, (out, residual)) in out.iter_mut().zip(residual).enumerate() {
-                                *out = residual + *out * mask.factor(col);
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (row, out) in part.chunks_exact_mut(cols).enumerate() {
+                        let row = index * chunk + row;
+                        let mask = RowMask::new(&site, (row / sequence) as u64, (row % sequence) as u64);
+                        match residual {
+                            Some(all) => {
+                                let residual = &all[row * cols..(row + 1) * cols];
+                                for (col, (out, residual)) in out.iter_mut().zip(residual).enumerate() {
+                                    *out = residual + *out * mask.factor(col);
+                                }
                             }
-                        }
-                        None => {
-                            for (col, out) in out.iter_mut().enumerate() {
-                                *out *= mask.factor(col);
+                            None => {
+                                for (col, out) in out.iter_mut().enumerate() {
+                                    *out *= mask.factor(col);
+                                }
                             }
                         }
                     }
-                }
-            });
+                },
+            );
         });
     }
 

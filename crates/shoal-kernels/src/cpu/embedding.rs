@@ -38,21 +38,24 @@ impl CpuDevice {
         assert_eq!(out.len(), tokens.len() * width);
         let chunk = tokens.len().div_ceil(self.threads()).max(1);
         out.floats_mut().par_chunks_mut(chunk * width).enumerate().for_each(|(index, rows)| {
-            self.arch.dispatch(|| {
-                for (row, out) in rows.chunks_exact_mut(width).enumerate() {
-                    let row = index * chunk + row;
-                    let from = &table[tokens[row] as usize * width..][..width];
-                    match positions {
-                        Some(positions) => {
-                            let place = &positions[row % sequence * width..][..width];
-                            for ((out, token), place) in out.iter_mut().zip(from).zip(place) {
-                                *out = token + place;
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (row, out) in rows.chunks_exact_mut(width).enumerate() {
+                        let row = index * chunk + row;
+                        let from = &table[tokens[row] as usize * width..][..width];
+                        match positions {
+                            Some(positions) => {
+                                let place = &positions[row % sequence * width..][..width];
+                                for ((out, token), place) in out.iter_mut().zip(from).zip(place) {
+                                    *out = token + place;
+                                }
                             }
+                            None => out.copy_from_slice(from),
                         }
-                        None => out.copy_from_slice(from),
                     }
-                }
-            });
+                },
+            );
         });
     }
 
@@ -77,16 +80,19 @@ impl CpuDevice {
         let pieces: Vec<_> = super::cut(width, self.threads(), 16).collect();
         pieces.into_par_iter().for_each(|cols| {
             let table: SharedTable = table;
-            self.arch.dispatch(|| {
-                for (row, token) in tokens.iter().enumerate() {
-                    let from = &dy[row * width + cols.start..row * width + cols.end];
-                    // SAFETY: the token was checked against the table; this piece alone has these columns.
-                    let sums = unsafe { table.columns(*token as usize * width + cols.start, cols.len()) };
-                    for (sum, value) in sums.iter_mut().zip(from) {
-                        *sum += value;
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (row, token) in tokens.iter().enumerate() {
+                        let from = &dy[row * width + cols.start..row * width + cols.end];
+                        // SAFETY: the token was checked against the table; this piece alone has these columns.
+                        let sums = unsafe { table.columns(*token as usize * width + cols.start, cols.len()) };
+                        for (sum, value) in sums.iter_mut().zip(from) {
+                            *sum += value;
+                        }
                     }
-                }
-            });
+                },
+            );
         });
     }
 
@@ -100,6 +106,7 @@ impl CpuDevice {
     ) {
         let dy = dy.floats();
         let samples = dy.len() / (sequence * width);
+        assert_eq!(samples * sequence * width, dy.len());
         assert!(gradient.len() >= sequence * width);
         if !accumulate {
             self.fill_zero(gradient);
@@ -107,14 +114,17 @@ impl CpuDevice {
         let used = &mut gradient.floats_mut()[..sequence * width];
         let chunk = sequence.div_ceil(self.threads()).max(1) * width;
         used.par_chunks_mut(chunk).enumerate().for_each(|(index, sums)| {
-            self.arch.dispatch(|| {
-                for sample in 0..samples {
-                    let from = sample * sequence * width + index * chunk;
-                    for (sum, value) in sums.iter_mut().zip(&dy[from..]) {
-                        *sum += value;
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    for sample in 0..samples {
+                        let from = sample * sequence * width + index * chunk;
+                        for (sum, value) in sums.iter_mut().zip(&dy[from..]) {
+                            *sum += value;
+                        }
                     }
-                }
-            });
+                },
+            );
         });
     }
 

@@ -57,22 +57,25 @@ impl CpuDevice {
         let region = &mut out.tensor.floats_mut()[out.offset..out.offset + end];
         let chunk_rows = rows.div_ceil(self.threads()).max(1);
         region.par_chunks_mut(chunk_rows * stride).enumerate().for_each(|(chunk, part)| {
-            self.arch.dispatch(|| {
-                for (index, row) in part.chunks_mut(stride).enumerate() {
-                    let row = &mut row[..cols];
-                    let first = (chunk * chunk_rows + index) * cols;
-                    match (residual.map(|all| &all[first..first + cols]), bias) {
-                        (Some(residual), Some(bias)) => {
-                            for ((out, r), b) in row.iter_mut().zip(residual).zip(bias) {
-                                *out = r + b;
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (index, row) in part.chunks_mut(stride).enumerate() {
+                        let row = &mut row[..cols];
+                        let first = (chunk * chunk_rows + index) * cols;
+                        match (residual.map(|all| &all[first..first + cols]), bias) {
+                            (Some(residual), Some(bias)) => {
+                                for ((out, r), b) in row.iter_mut().zip(residual).zip(bias) {
+                                    *out = r + b;
+                                }
                             }
+                            (Some(residual), None) => row.copy_from_slice(residual),
+                            (None, Some(bias)) => row.copy_from_slice(bias),
+                            (None, None) => {}
                         }
-                        (Some(residual), None) => row.copy_from_slice(residual),
-                        (None, Some(bias)) => row.copy_from_slice(bias),
-                        (None, None) => {}
                     }
-                }
-            });
+                },
+            );
         });
     }
 
@@ -102,17 +105,20 @@ impl CpuDevice {
         let chunk = dy.cols.div_ceil(self.threads()).next_multiple_of(16);
         gradient.floats_mut().par_chunks_mut(chunk).enumerate().for_each(|(index, sums)| {
             let first = index * chunk;
-            self.arch.dispatch(|| {
-                if !accumulate {
-                    sums.fill(0.0);
-                }
-                for row in 0..dy.rows {
-                    let from = row * dy.stride + first;
-                    for (sum, value) in sums.iter_mut().zip(&values[from..]) {
-                        *sum += value;
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    if !accumulate {
+                        sums.fill(0.0);
                     }
-                }
-            });
+                    for row in 0..dy.rows {
+                        let from = row * dy.stride + first;
+                        for (sum, value) in sums.iter_mut().zip(&values[from..]) {
+                            *sum += value;
+                        }
+                    }
+                },
+            );
         });
     }
 }

@@ -24,10 +24,16 @@ impl CpuDevice {
             .par_chunks_mut(chunk * vocabulary)
             .zip(targets.par_chunks(chunk))
             .map(|(logits, targets)| {
-                self.arch.dispatch(|| {
-                    let rows = logits.chunks_exact_mut(vocabulary).zip(targets);
-                    rows.map(|(row, target)| f64::from(row_loss(row, *target, mode))).sum()
-                })
+                self.arch.dispatch(
+                    #[inline(always)]
+                    || {
+                        let mut sum = 0.0;
+                        for (row, target) in logits.chunks_exact_mut(vocabulary).zip(targets) {
+                            sum += f64::from(row_loss(row, *target, mode));
+                        }
+                        sum
+                    },
+                )
             })
             .collect();
         parts.iter().sum()
@@ -47,7 +53,7 @@ fn row_loss(row: &mut [f32], target: i32, mode: LossMode) -> f32 {
     match mode {
         LossMode::LossOnly => {
             let sum = sum_by(row.len(), |i| exp(row[i] - highest));
-            sum.ln() + highest - at_target
+            sum.ln() + (highest - at_target)
         }
         LossMode::Gradient { scale } => {
             for value in row.iter_mut() {
@@ -59,7 +65,7 @@ fn row_loss(row: &mut [f32], target: i32, mode: LossMode) -> f32 {
                 *value *= factor;
             }
             row[target] -= scale;
-            sum.ln() + highest - at_target
+            sum.ln() + (highest - at_target)
         }
     }
 }

@@ -43,6 +43,53 @@ impl<'a> Target<'a> {
     }
 }
 
+/// One product on the calling thread: `out[m, n] (+)= scale * a * b`, each matrix as (pointer, row stride,
+/// column stride).
+///
+/// # Safety
+/// All elements lie inside their allocations, and nobody else writes them or reads `out` meanwhile.
+#[inline]
+pub(super) unsafe fn single_product(
+    (m, n, k): (usize, usize, usize),
+    out: (*mut f32, usize, usize),
+    accumulate: bool,
+    a: (*const f32, usize, usize),
+    b: (*const f32, usize, usize),
+    scale: f32,
+) {
+    // The kernels write down columns and are twice as fast there: rows are columns of the transpose.
+    if out.2 < out.1 {
+        let transposed = |(pointer, row, col): (*const f32, usize, usize)| (pointer, col, row);
+        let out = (out.0, out.2, out.1);
+        // SAFETY: the same elements by other names.
+        return unsafe { single_product((n, m, k), out, accumulate, transposed(b), transposed(a), scale) };
+    }
+    // SAFETY: by this function's contract.
+    unsafe {
+        get_gemm_fn()(
+            m,
+            n,
+            k,
+            out.0,
+            out.2 as isize,
+            out.1 as isize,
+            accumulate,
+            a.0,
+            a.2 as isize,
+            a.1 as isize,
+            b.0,
+            b.2 as isize,
+            b.1 as isize,
+            1.0,
+            scale,
+            false,
+            false,
+            false,
+            Parallelism::None,
+        );
+    }
+}
+
 /// Pointers that cross into the pool's threads.
 #[derive(Clone, Copy)]
 struct Pointers {
@@ -84,26 +131,14 @@ pub(super) fn product(
         // SAFETY: the asserts above keep every element of the three matrices inside its slice; the
         // ranges of different pieces do not overlap, so each element of `out` has one writer.
         unsafe {
-            get_gemm_fn()(
-                rows.len(),
-                cols.len(),
-                k,
-                pointers.out.add(rows.start * out.row_stride + cols.start * out.col_stride),
-                out.col_stride as isize,
-                out.row_stride as isize,
+            let out_start = pointers.out.add(rows.start * out.row_stride + cols.start * out.col_stride);
+            single_product(
+                (rows.len(), cols.len(), k),
+                (out_start, out.row_stride, out.col_stride),
                 accumulate,
-                pointers.a.add(rows.start * a.row_stride),
-                a.col_stride as isize,
-                a.row_stride as isize,
-                pointers.b.add(cols.start * b.col_stride),
-                b.col_stride as isize,
-                b.row_stride as isize,
-                1.0,
+                (pointers.a.add(rows.start * a.row_stride), a.row_stride, a.col_stride),
+                (pointers.b.add(cols.start * b.col_stride), b.row_stride, b.col_stride),
                 scale,
-                false,
-                false,
-                false,
-                Parallelism::None,
             );
         }
     };

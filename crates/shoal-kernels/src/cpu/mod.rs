@@ -1,9 +1,9 @@
 //! The device operations on the cores of this machine. Work is cut into pieces that do not depend on
 //! timing (rows, columns or heads), so the same operation gives the same bits every time.
 //!
-//! Vector code is written as plain loops inside closures that `pulp` compiles once per instruction set and
-//! picks at start; the shapes of the loops (fixed-width accumulators, branch-free functions) are chosen so
-//! that the compiler turns them into full-width instructions.
+//! Vector code is written as plain loops that [`vector`] compiles once per instruction set and picks at
+//! start; the shapes of the loops (fixed-width accumulators, branch-free functions) are chosen so that the
+//! compiler turns them into full-width instructions.
 
 mod activation;
 mod attention;
@@ -17,10 +17,12 @@ mod norm;
 mod operations;
 mod optimizer;
 mod rotary;
+mod vector;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rayon::ThreadPool;
+use vector::InstructionSet;
 
 use crate::memory::{Arena, MemoryError};
 use crate::tensor::Tensor;
@@ -33,7 +35,7 @@ pub struct CpuDevice {
     name: String,
     arena: Arc<Arena>,
     pool: ThreadPool,
-    arch: pulp::Arch,
+    arch: InstructionSet,
     /// Score tiles, one set per thread: taken once, so that no operation's footprint depends on the threads.
     scratch: Vec<Mutex<Tensor>>,
 }
@@ -56,7 +58,7 @@ impl CpuDevice {
         let scratch = (0..threads.max(1))
             .map(|_| Tensor::new(&arena, "the score tiles of attention", SCORES).map(Mutex::new))
             .collect::<Result<_, _>>()?;
-        Ok(CpuDevice { name, arena, pool, arch: pulp::Arch::new(), scratch })
+        Ok(CpuDevice { name, arena, pool, arch: InstructionSet::detect(), scratch })
     }
 
     /// Bytes a device of `threads` threads takes for itself.
@@ -75,12 +77,8 @@ impl CpuDevice {
     }
 
     /// The instruction set in use, for people.
-    pub fn instruction_set(&self) -> &'static str {
-        match self.arch {
-            pulp::Arch::V4(_) => "AVX-512",
-            pulp::Arch::V3(_) => "AVX2",
-            _ => "plain",
-        }
+    pub fn instruction_set() -> &'static str {
+        InstructionSet::detect().name()
     }
 }
 

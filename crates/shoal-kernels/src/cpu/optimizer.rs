@@ -16,7 +16,12 @@ impl CpuDevice {
             let parts: Vec<f64> = tensor
                 .floats()
                 .par_chunks(SQUARES_CHUNK)
-                .map(|part| self.arch.dispatch(|| f64::from(sum_by(part.len(), |i| part[i] * part[i]))))
+                .map(|part| {
+                    self.arch.dispatch(
+                        #[inline(always)]
+                        || f64::from(sum_by(part.len(), |i| part[i] * part[i])),
+                    )
+                })
                 .collect();
             parts.iter().sum()
         };
@@ -27,7 +32,9 @@ impl CpuDevice {
     fn clip_factor(&self, clip: Option<Clip>) -> f32 {
         clip.map_or(1.0, |clip| {
             let norm = self.read_scalar(clip.norm_squared).sqrt();
-            (f64::from(clip.max) / (norm + 1e-6)).min(1.0) as f32
+            let factor = f64::from(clip.max) / (norm + 1e-6);
+            // Not `min`, which would turn the NaN of a spoilt norm into "no clipping".
+            if factor >= 1.0 { 1.0 } else { factor as f32 }
         })
     }
 
@@ -53,16 +60,19 @@ impl CpuDevice {
         let moments = first.floats_mut().par_chunks_mut(chunk).zip(second.floats_mut().par_chunks_mut(chunk));
         let values = parameter.floats_mut().par_chunks_mut(chunk).zip(gradient.floats().par_chunks(chunk));
         values.zip(moments).for_each(|((parameter, gradient), (first, second))| {
-            self.arch.dispatch(|| {
-                let values = parameter.iter_mut().zip(gradient);
-                for ((p, g), (m, v)) in values.zip(first.iter_mut().zip(second.iter_mut())) {
-                    let g = g * factor;
-                    *m = (1.0 - beta1).mul_add(g - *m, *m);
-                    *v = beta2 * *v + (1.0 - beta2) * g * g;
-                    let denominator = v.sqrt() / root_correction + eps;
-                    *p = *p * keep - step * (*m / denominator);
-                }
-            });
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    let values = parameter.iter_mut().zip(gradient);
+                    for ((p, g), (m, v)) in values.zip(first.iter_mut().zip(second.iter_mut())) {
+                        let g = g * factor;
+                        *m = (1.0 - beta1).mul_add(g - *m, *m);
+                        *v = beta2 * *v + (1.0 - beta2) * g * g;
+                        let denominator = v.sqrt() / root_correction + eps;
+                        *p = *p * keep - step * (*m / denominator);
+                    }
+                },
+            );
         });
     }
 
@@ -81,25 +91,34 @@ impl CpuDevice {
         let values = parameter.floats_mut().par_chunks_mut(chunk).zip(gradient.floats().par_chunks(chunk));
         match velocity {
             Some(velocity) => {
+                assert_eq!(velocity.len(), gradient.len());
                 // The first update has no past to keep: its velocity is the gradient.
-                let momentum = if s.update == 1 { 0.0 } else { momentum };
+                let first = s.update == 1;
                 values.zip(velocity.floats_mut().par_chunks_mut(chunk)).for_each(
                     |((parameter, gradient), velocity)| {
-                        self.arch.dispatch(|| {
-                            for ((p, g), v) in parameter.iter_mut().zip(gradient).zip(velocity) {
-                                *v = momentum * *v + (g * factor + decay * *p);
-                                *p -= lr * *v;
-                            }
-                        });
+                        self.arch.dispatch(
+                            #[inline(always)]
+                            || {
+                                for ((p, g), v) in parameter.iter_mut().zip(gradient).zip(velocity.iter_mut())
+                                {
+                                    let past = if first { 0.0 } else { momentum * *v };
+                                    *v = past + (g * factor + decay * *p);
+                                    *p -= lr * *v;
+                                }
+                            },
+                        );
                     },
                 );
             }
             None => values.for_each(|(parameter, gradient)| {
-                self.arch.dispatch(|| {
-                    for (p, g) in parameter.iter_mut().zip(gradient) {
-                        *p -= lr * (g * factor + decay * *p);
-                    }
-                });
+                self.arch.dispatch(
+                    #[inline(always)]
+                    || {
+                        for (p, g) in parameter.iter_mut().zip(gradient) {
+                            *p -= lr * (g * factor + decay * *p);
+                        }
+                    },
+                );
             }),
         }
     }

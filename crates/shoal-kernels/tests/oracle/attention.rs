@@ -247,7 +247,7 @@ proptest! {
         let seen = |row: &[f32], query: usize| row[..=query].to_vec();
         let rows: Vec<Vec<f32>> =
             all.chunks_exact(sequence).enumerate().map(|(row, mask)| seen(mask, row % sequence)).collect();
-        assert_fair(&rows, rate);
+        assert_fair(&rows, &[1, sequence, heads * sequence], rate);
     }
 
     #[test]

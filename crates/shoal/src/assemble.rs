@@ -1,0 +1,155 @@
+//! From a job to the parts of a run: device, data, plan, program, state. Every command that trains or plans
+//! goes through here.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use shoal_data::{Dataset, DatasetSpec, Tokenizer};
+use shoal_engine::import::import;
+use shoal_engine::{Executor, ModelState, rate};
+use shoal_kernels::{CpuDevice, Device};
+use shoal_model::Chain;
+use shoal_nn::{OptimizerSettings, init};
+use shoal_plan::{DeviceOffer, Planned, Purpose, StepShape, forecast, plan_one_device, verify};
+use shoal_state::hugging_face::Folder;
+
+use crate::error::{CliError, Result};
+use crate::job::{Job, Weights};
+use crate::machine;
+
+/// The device's name in plans, errors and metrics.
+pub const DEVICE: &str = "cpu:0";
+
+/// Bytes the process takes beside what is counted: code, thread stacks, packing buffers of the matrix
+/// products, the tokenizer. Stated with every memory forecast.
+pub const PROCESS_BYTES: u64 = 48 << 20;
+
+/// The share of the available memory a device gets where the job sets no budget.
+const DEFAULT_SHARE: f64 = 0.9;
+
+/// The local device, described.
+pub struct LocalDevice {
+    pub processor: String,
+    pub threads: usize,
+    pub instruction_set: &'static str,
+    pub budget_bytes: u64,
+}
+
+impl LocalDevice {
+    pub fn new(memory_bytes: Option<u64>, threads: Option<usize>) -> LocalDevice {
+        let threads = threads.unwrap_or_else(machine::cores);
+        let available = machine::available_bytes().saturating_sub(PROCESS_BYTES);
+        let budget_bytes = memory_bytes.unwrap_or((available as f64 * DEFAULT_SHARE) as u64);
+        LocalDevice {
+            processor: machine::processor(),
+            threads,
+            instruction_set: CpuDevice::instruction_set(),
+            budget_bytes,
+        }
+    }
+
+    pub fn offer(&self) -> DeviceOffer {
+        DeviceOffer {
+            name: DEVICE.into(),
+            budget_bytes: self.budget_bytes,
+            workspace_bytes: CpuDevice::workspace_bytes(self.threads),
+        }
+    }
+
+    pub fn open(&self) -> Result<Arc<dyn Device>> {
+        Ok(Arc::new(CpuDevice::new(DEVICE, self.threads, self.budget_bytes)?))
+    }
+
+    /// The matrix rate, measured on memory of its own so that a small budget does not matter.
+    pub fn measure_rate(&self) -> Result<f64> {
+        let device = CpuDevice::new("rate measurement", self.threads, 64 << 20)?;
+        Ok(rate::matrix_flops_per_second(&device)?)
+    }
+}
+
+/// Hears of bytes prepared, of how many.
+pub type Preparing<'a> = &'a mut dyn FnMut(u64, u64);
+
+/// A job's data: training set and, where there is one, held-out set.
+pub struct JobData {
+    pub train: Dataset,
+    pub eval: Option<Dataset>,
+}
+
+/// Opens a job's data; text is tokenized once, into `cache`.
+pub fn open_data(job: &Job, cache: &Path, progress: Preparing) -> Result<JobData> {
+    let tokenizer = Arc::new(Tokenizer::load(&job.tokenizer, &job.base)?);
+    let mut open = |source: &Path| -> Result<Dataset> {
+        let spec = DatasetSpec {
+            source: source.to_owned(),
+            tokenizer: tokenizer.clone(),
+            sequence: job.sequence,
+            vocabulary: job.config.vocabulary,
+            cache: cache.to_owned(),
+            text_field: job.text_field.clone(),
+        };
+        Ok(Dataset::open(&spec, progress)?)
+    };
+    let train = open(&job.train_data)?;
+    let eval = job.eval.as_ref().map(|(source, _)| open(source)).transpose()?;
+    Ok(JobData { train, eval })
+}
+
+/// Plans a job's step on the local device.
+pub fn plan(job: &Job, chain: &Chain, device: &LocalDevice) -> Result<Planned> {
+    let shape = StepShape {
+        global_batch: job.global_batch,
+        sequence: job.sequence,
+        optimizer_states: job.optimizer.state_names().len(),
+    };
+    Ok(plan_one_device(chain, shape, &device.offer(), job.preferences)?)
+}
+
+/// A planned step with the program of a file in place of the compiled one, checked first.
+pub fn with_program(mut planned: Planned, chain: &Chain, file: &Path) -> Result<Planned> {
+    let text = std::fs::read_to_string(file).map_err(CliError::at(file))?;
+    planned.program = serde_json::from_str(&text).map_err(|error| {
+        CliError::said(
+            format!("{}: it is not a program: {error}", file.display()),
+            "write one with `shoal plan JOB.toml --program FILE`",
+        )
+    })?;
+    let refused = |error: shoal_plan::ProgramError| CliError::Said {
+        sentence: format!("{}: the program is refused: {error}", file.display()),
+        hint: error.hint(),
+    };
+    verify(&planned.program, &planned.plan, chain, Purpose::Train).map_err(refused)?;
+    planned.memory = forecast(&planned.program, &planned.plan, chain);
+    let (needed, budget) = (planned.memory.total(), planned.plan.devices[0].budget_bytes);
+    if needed > budget {
+        return Err(CliError::said(
+            format!(
+                "{}: in this order the step needs {needed} bytes, the budget is {budget}",
+                file.display()
+            ),
+            "an order that takes micro-batches back sooner needs less; or raise plan.memory",
+        ));
+    }
+    Ok(planned)
+}
+
+/// Room for a job's model; its parameters are set unless a checkpoint will set them.
+pub fn executor(
+    job: &Job,
+    chain: &Chain,
+    device: Arc<dyn Device>,
+    optimizer: &OptimizerSettings,
+    set_parameters: bool,
+) -> Result<Executor> {
+    let mut state = ModelState::allocate(&*device, chain, job.sequence, Some(optimizer))?;
+    if set_parameters {
+        match &job.weights {
+            Weights::Folder(folder) => import(&Folder::open(folder)?, chain, &mut state)?,
+            Weights::Random => state.fill(chain, |spec, out| {
+                init::fill(spec, job.seed, 0, out);
+                Ok(())
+            })?,
+        }
+    }
+    Ok(Executor::new(device, chain.clone(), job.sequence, state)?)
+}

@@ -1,0 +1,87 @@
+//! `shoal doctor`: what this machine has, what works, what to fix.
+
+use std::io::Write;
+use std::path::Path;
+use std::time::Instant;
+
+use serde_json::json;
+
+use crate::assemble::{LocalDevice, PROCESS_BYTES};
+use crate::error::{CliError, Result};
+use crate::job::bytes_text;
+use crate::machine;
+
+#[derive(clap::Args)]
+pub struct Options {
+    #[arg(long)]
+    json: bool,
+}
+
+/// Bytes written to measure the disk: enough to outlast its first burst a little, gone in a moment.
+const DISK_TEST_BYTES: usize = 64 << 20;
+
+pub fn run(options: Options) -> Result {
+    let device = LocalDevice::new(None, None);
+    let flops = device.measure_rate()?;
+    let disk = disk_bytes_per_second(Path::new("."));
+    let gpu = Path::new("/dev/nvidia0").exists();
+    if options.json {
+        println!(
+            "{}",
+            json!({
+                "version": env!("CARGO_PKG_VERSION"),
+                "processor": device.processor, "threads": device.threads,
+                "instruction_set": device.instruction_set, "matrix_flops_per_second": flops,
+                "memory_total_bytes": machine::total_bytes(), "memory_available_bytes": machine::available_bytes(),
+                "default_budget_bytes": device.budget_bytes,
+                "disk_write_bytes_per_second": disk.as_ref().ok(), "nvidia_gpu_present": gpu, "gpu_used": false,
+            })
+        );
+        return Ok(());
+    }
+    println!("shoal {}", env!("CARGO_PKG_VERSION"));
+    println!(
+        "ok    processor   {}, {} threads, {}",
+        device.processor, device.threads, device.instruction_set
+    );
+    if device.instruction_set == "plain" {
+        println!("slow  vectors     neither AVX2 nor AVX-512: training works, several times slower");
+    }
+    println!("ok    matrix rate {:.0} GFLOP/s in fp32, measured", flops / 1e9);
+    println!(
+        "ok    memory      {} of {} available; a job gets {} unless plan.memory says otherwise, and {} for the process",
+        bytes_text(machine::available_bytes()),
+        bytes_text(machine::total_bytes()),
+        bytes_text(device.budget_bytes),
+        bytes_text(PROCESS_BYTES)
+    );
+    match disk {
+        Ok(rate) => println!("ok    disk        {}/s writing here", bytes_text(rate as u64)),
+        Err(error) => println!("fix   disk        this folder cannot be written: {error}"),
+    }
+    if gpu {
+        println!("note  GPU         an NVIDIA GPU is present; this version trains on the processor only");
+    } else {
+        println!("note  GPU         none found; this version trains on the processor only");
+    }
+    Ok(())
+}
+
+/// Writes a temporary file in the folder and flushes it to the disk.
+fn disk_bytes_per_second(folder: &Path) -> Result<f64> {
+    let path = folder.join(format!(".shoal-doctor-{}", std::process::id()));
+    let chunk = vec![0x5a; 1 << 20];
+    let started = Instant::now();
+    let write = || -> std::io::Result<()> {
+        let mut file = std::fs::File::create(&path)?;
+        for _ in 0..DISK_TEST_BYTES / chunk.len() {
+            file.write_all(&chunk)?;
+        }
+        file.sync_all()
+    };
+    let result = write();
+    let seconds = started.elapsed().as_secs_f64();
+    let _ = std::fs::remove_file(&path);
+    result.map_err(CliError::at(folder))?;
+    Ok(DISK_TEST_BYTES as f64 / seconds)
+}

@@ -1,0 +1,10 @@
+//! One file a command. Each validates, calls the crates below and prints.
+
+pub mod demo;
+pub mod doctor;
+pub mod export;
+pub mod generate;
+pub mod init;
+pub mod plan;
+pub mod train;
+pub mod verify;

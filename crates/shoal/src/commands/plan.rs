@@ -1,0 +1,132 @@
+//! `shoal plan`: the table, what it takes, and the program, as text or as files.
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde_json::json;
+use shoal_model::Chain;
+use shoal_plan::Planned;
+
+use crate::assemble::{self, LocalDevice, PROCESS_BYTES};
+use crate::error::{CliError, Result};
+use crate::job::{Job, bytes_text};
+use crate::show::{grouped, short};
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// The job file
+    job: PathBuf,
+    /// Change a key of the job: --set plan.micro_batch=2
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// Write the table to this file
+    #[arg(long, value_name = "FILE")]
+    table: Option<PathBuf>,
+    /// Write the program of one training step to this file
+    #[arg(long, value_name = "FILE")]
+    program: Option<PathBuf>,
+    /// Print table and forecast as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(options: Options) -> Result {
+    let job = Job::read(&options.job, &options.set)?;
+    let chain = Chain::new(&job.config);
+    let device = LocalDevice::new(job.memory_bytes, job.threads);
+    let planned = assemble::plan(&job, &chain, &device)?;
+    if let Some(path) = &options.table {
+        write_json(path, &planned.plan)?;
+    }
+    if let Some(path) = &options.program {
+        write_json(path, &planned.program)?;
+    }
+    if options.json {
+        println!("{}", summary_json(&planned));
+    } else {
+        print_table(&job, &chain, &planned);
+    }
+    Ok(())
+}
+
+fn write_json(path: &Path, value: &impl Serialize) -> Result {
+    let text = serde_json::to_string_pretty(value)
+        .map_err(|error| CliError::Said { sentence: format!("{}: {error}", path.display()), hint: None })?;
+    std::fs::write(path, text + "\n").map_err(CliError::at(path))
+}
+
+fn summary_json(planned: &Planned) -> serde_json::Value {
+    let memory = &planned.memory;
+    json!({
+        "plan_id": planned.plan.id(),
+        "plan": planned.plan,
+        "instructions": planned.program.instructions.len(),
+        "memory": {
+            "total_bytes": memory.total(), "workspace_bytes": memory.workspace,
+            "parameters_bytes": memory.parameters, "gradients_bytes": memory.gradients,
+            "optimizer_bytes": memory.optimizer, "constants_bytes": memory.constants,
+            "values_bytes": memory.values, "process_bytes": PROCESS_BYTES,
+            "highest_at": planned.program.instructions[memory.highest_at].to_string(),
+        },
+    })
+}
+
+fn print_table(job: &Job, chain: &Chain, planned: &Planned) {
+    let plan = &planned.plan;
+    println!(
+        "plan {} for {}: {} samples of {} tokens a step",
+        plan.id(),
+        job.name,
+        plan.global_batch,
+        plan.sequence
+    );
+    println!(
+        "{:<12} {:>14} {:>13} {:>24}  activations",
+        "layer", "parameters", "forward flops", "micro-batches"
+    );
+    // Rows that read alike are shown once.
+    let describe = |index: usize| {
+        let row = &plan.layers[index];
+        let compute = &row.compute[0];
+        let layer = &chain.layers[index];
+        let parameters: usize = layer.tensors.iter().map(|(_, t)| chain.tensors[*t].elements()).sum();
+        let batches = &compute.micro_batches;
+        let sizes =
+            format!("{} of {} on {}", batches.len(), batches[0].count(), plan.devices[compute.device].name);
+        let flops = layer.kind.forward_flops(plan.sequence) * plan.global_batch as u64;
+        format!(
+            "{:>14} {:>13} {sizes:>24}  {:?}",
+            grouped(parameters as u64),
+            short(flops as f64),
+            compute.activations
+        )
+    };
+    let mut index = 0;
+    while index < plan.layers.len() {
+        let text = describe(index);
+        let same = (index..plan.layers.len()).take_while(|other| describe(*other) == text).count();
+        let name = &plan.layers[index].layer;
+        let shown = if same > 1 { format!("{name} (x{same})") } else { name.clone() };
+        println!("{shown:<12} {text}");
+        index += same;
+    }
+    let memory = &planned.memory;
+    println!(
+        "\nmemory on {}: {} of {}",
+        plan.devices[0].name,
+        bytes_text(memory.total()),
+        bytes_text(plan.devices[0].budget_bytes)
+    );
+    for (name, bytes) in [
+        ("parameters", memory.parameters),
+        ("gradients", memory.gradients),
+        ("optimizer", memory.optimizer),
+        ("activations", memory.values),
+        ("workspace", memory.workspace + memory.constants),
+    ] {
+        println!("  {name:<12} {:>10}", bytes_text(bytes));
+    }
+    println!("  highest at   {}", planned.program.instructions[memory.highest_at]);
+    println!("  and about {} for the process itself", bytes_text(PROCESS_BYTES));
+    println!("\nprogram: {} instructions", planned.program.instructions.len());
+}

@@ -1,0 +1,416 @@
+//! The job file: raw TOML becomes one validated [`Job`] once, and nothing downstream parses again.
+//!
+//! - [`keys`]: every key there is; a misspelt one is an error that suggests the nearest.
+//! - [`raw`]: the file as serde reads it.
+//! - [`units`]: intervals and sizes as people write them.
+
+mod keys;
+mod raw;
+mod units;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use shoal_engine::Interval;
+use shoal_model::{DecoderConfig, hugging_face, presets};
+use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule, ScheduleKind};
+use shoal_plan::{Activations, Preferences};
+
+use crate::error::{CliError, Result};
+
+pub use units::{bytes_text, duration_text};
+
+/// Where parameters come from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Weights {
+    /// Drawn anew.
+    Random,
+    /// Read from a Hugging Face folder.
+    Folder(PathBuf),
+}
+
+/// A validated job.
+#[derive(Clone, Debug)]
+pub struct Job {
+    pub name: String,
+    pub config: DecoderConfig,
+    /// The imported `config.json`, if any.
+    pub original_config: Option<Value>,
+    pub weights: Weights,
+    pub train_data: PathBuf,
+    pub tokenizer: String,
+    /// The folder that relative paths start from.
+    pub base: PathBuf,
+    pub text_field: String,
+    pub sequence: usize,
+    pub shuffle: bool,
+    pub global_batch: usize,
+    pub steps: u64,
+    pub seed: u64,
+    pub optimizer: OptimizerSettings,
+    pub schedule: Schedule,
+    pub run_folder: PathBuf,
+    pub checkpoint_every: Interval,
+    pub checkpoints_kept: usize,
+    pub eval: Option<(PathBuf, Interval)>,
+    pub preferences: Preferences,
+    /// The device's budget, where the job sets one.
+    pub memory_bytes: Option<u64>,
+    pub threads: Option<usize>,
+}
+
+impl Job {
+    /// Reads a job file; `overrides` are `section.key=value`, as given on the command line.
+    pub fn read(file: &Path, overrides: &[String]) -> Result<Job> {
+        let text = std::fs::read_to_string(file).map_err(|source| match source.kind() {
+            std::io::ErrorKind::NotFound => CliError::said(
+                format!("{}: there is no such job file", file.display()),
+                "`shoal init` writes one that runs as it is",
+            ),
+            std::io::ErrorKind::InvalidData => {
+                CliError::said(format!("{}: it is not UTF-8 text", file.display()), "job files are TOML")
+            }
+            _ => CliError::File { path: file.into(), source },
+        })?;
+        let text = keys::with_overrides(file, &text, overrides)?;
+        keys::check(file, &text)?;
+        let raw: raw::Job = toml::from_str(&text).map_err(|error| {
+            CliError::said(
+                format!("{}: {}", file.display(), error.to_string().trim_end()),
+                "the keys and their types are in the file `shoal init` writes",
+            )
+        })?;
+        Validator { file }.job(raw)
+    }
+
+    /// The keys a resumed run must share with the one that started it.
+    pub fn fixed_keys(&self, data_fingerprint: &str) -> BTreeMap<String, Value> {
+        let weights = match &self.weights {
+            Weights::Random => json!("random"),
+            Weights::Folder(_) => json!("checkpoint"),
+        };
+        BTreeMap::from([
+            ("model.config".to_owned(), hugging_face::write(&self.config, None)),
+            ("model.init".to_owned(), weights),
+            ("data.train (its content)".to_owned(), json!(data_fingerprint)),
+            ("data.sequence".to_owned(), json!(self.sequence)),
+            ("data.shuffle".to_owned(), json!(self.shuffle)),
+            ("train.global_batch".to_owned(), json!(self.global_batch)),
+            ("train.seed".to_owned(), json!(self.seed)),
+            ("train.optimizer".to_owned(), json!(self.optimizer)),
+            ("train.schedule".to_owned(), json!(self.schedule)),
+        ])
+    }
+
+    /// The keys it may change.
+    pub fn free_keys(&self) -> BTreeMap<String, Value> {
+        BTreeMap::from([
+            ("name".to_owned(), json!(self.name)),
+            ("data.tokenizer".to_owned(), json!(self.tokenizer_path())),
+            ("train.steps".to_owned(), json!(self.steps)),
+        ])
+    }
+
+    /// The tokenizer so that it can be found from anywhere.
+    fn tokenizer_path(&self) -> String {
+        if self.tokenizer == "bytes" {
+            return self.tokenizer.clone();
+        }
+        let path = self.base.join(&self.tokenizer);
+        std::fs::canonicalize(&path).unwrap_or(path).display().to_string()
+    }
+}
+
+/// Turns what serde read into what the program relies on.
+struct Validator<'a> {
+    file: &'a Path,
+}
+
+impl Validator<'_> {
+    fn bad(&self, key: &str, what: impl std::fmt::Display, hint: impl Into<String>) -> CliError {
+        CliError::said(format!("{}: {key} {what}", self.file.display()), hint)
+    }
+
+    fn job(&self, raw: raw::Job) -> Result<Job> {
+        let base = self.file.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let name = match raw.name {
+            Some(name) if name.trim().is_empty() => {
+                return Err(self.bad("name", "is empty", "name the job, or leave the key out"));
+            }
+            Some(name) => name,
+            None => self.file.file_stem().map_or("job".into(), |stem| stem.to_string_lossy().into_owned()),
+        };
+        let (config, original_config, weights) = self.model(&raw.model, base)?;
+        let data = raw.data;
+        if data.sequence == 0 {
+            return Err(self.bad("data.sequence", "is 0", "a sample has at least one token"));
+        }
+        if data.sequence > config.positions {
+            return Err(self.bad(
+                "data.sequence",
+                format!("is {}, but the model has {} positions", data.sequence, config.positions),
+                format!("set data.sequence to {} or less", config.positions),
+            ));
+        }
+        let train = raw.train;
+        if train.global_batch == 0 {
+            return Err(self.bad("train.global_batch", "is 0", "a step trains on at least one sample"));
+        }
+        if train.steps == 0 {
+            return Err(self.bad("train.steps", "is 0", "train at least one step"));
+        }
+        if train.precision != "fp32" {
+            let known = ["bf16", "fp16"].contains(&train.precision.as_str());
+            let (what, hint) = if known {
+                ("needs a GPU, which this version does not use yet", "set precision = \"fp32\"")
+            } else {
+                ("is not a precision", "the precisions are fp32, bf16 and fp16")
+            };
+            return Err(self.bad("train.precision", format!("\"{}\" {what}", train.precision), hint));
+        }
+        let interval = |key: &str, text: &str| {
+            units::interval(text).map_err(|what| {
+                self.bad(key, what, "write \"100 steps\", \"30s\", \"5m\", \"2h\" or \"auto\"")
+            })
+        };
+        let checkpoint = raw.checkpoint;
+        if checkpoint.to.contains("://") {
+            return Err(self.bad(
+                "checkpoint.to",
+                format!(
+                    "\"{}\" is an object-store address, which this version does not write yet",
+                    checkpoint.to
+                ),
+                "use a folder",
+            ));
+        }
+        if checkpoint.keep == 0 {
+            return Err(self.bad("checkpoint.keep", "is 0", "keep at least one checkpoint"));
+        }
+        let eval = match raw.eval {
+            None => None,
+            Some(eval) => match interval("eval.every", &eval.every)? {
+                Interval::Auto => {
+                    return Err(self.bad("eval.every", "is \"auto\"", "write \"200 steps\" or \"5m\""));
+                }
+                every => Some((join(base, &eval.data), every)),
+            },
+        };
+        let checkpoint_every = interval("checkpoint.every", &checkpoint.every)?;
+        Ok(Job {
+            name,
+            config,
+            original_config,
+            weights,
+            train_data: join(base, &data.train),
+            tokenizer: data.tokenizer,
+            base: base.to_owned(),
+            text_field: data.text_field,
+            sequence: data.sequence,
+            shuffle: data.shuffle,
+            global_batch: train.global_batch,
+            steps: train.steps,
+            seed: train.seed,
+            optimizer: self.optimizer(train.optimizer)?,
+            schedule: self.schedule(train.schedule)?,
+            run_folder: join(base, &checkpoint.to),
+            checkpoint_every,
+            checkpoints_kept: checkpoint.keep,
+            eval,
+            preferences: self.preferences(&raw.plan)?,
+            memory_bytes: self.memory(&raw.plan)?,
+            threads: self.threads(&raw.plan)?,
+        })
+    }
+
+    fn model(&self, raw: &raw::Model, base: &Path) -> Result<(DecoderConfig, Option<Value>, Weights)> {
+        let (mut config, original, folder) = match (&raw.from, &raw.preset) {
+            (Some(_), Some(_)) => {
+                return Err(self.bad("model", "has both `from` and `preset`", "keep one of them"));
+            }
+            (None, None) => {
+                return Err(self.bad(
+                    "model",
+                    "has neither `from` nor `preset`",
+                    format!("set from = \"FOLDER\", or preset to one of {}", presets::NAMES.join(", ")),
+                ));
+            }
+            (None, Some(name)) => {
+                let config = presets::preset(name).ok_or_else(|| {
+                    let nearest = keys::nearest(name, presets::NAMES.iter().copied());
+                    let hint = match nearest {
+                        Some(nearest) => format!("did you mean \"{nearest}\"?"),
+                        None => format!("the presets are {}", presets::NAMES.join(", ")),
+                    };
+                    self.bad("model.preset", format!("\"{name}\" is not known"), hint)
+                })?;
+                (config, None, None)
+            }
+            (Some(from), None) => {
+                let folder = join(base, from);
+                let value = read_config(&folder)?;
+                let config = hugging_face::read(&value).map_err(|error| CliError::Said {
+                    sentence: format!("{}: {error}", folder.join("config.json").display()),
+                    hint: error.hint(),
+                })?;
+                (config, Some(value), Some(folder))
+            }
+        };
+        if let Some(rate) = raw.dropout {
+            config.dropout = shoal_model::Dropout { embedding: rate, attention: rate, residual: rate };
+            if !(0.0..1.0).contains(&rate) {
+                return Err(self.bad("model.dropout", format!("is {rate}"), "set it between 0 and 1"));
+            }
+        }
+        let weights = match (raw.init.as_deref(), folder) {
+            (None | Some("checkpoint"), Some(folder)) => Weights::Folder(folder),
+            (None | Some("random"), None) | (Some("random"), Some(_)) => Weights::Random,
+            (Some("checkpoint"), None) => {
+                return Err(self.bad(
+                    "model.init",
+                    "is \"checkpoint\", but a preset has no weights",
+                    "set init = \"random\", or name a folder with model.from",
+                ));
+            }
+            (Some(other), _) => {
+                return Err(self.bad(
+                    "model.init",
+                    format!("is \"{other}\""),
+                    "set it to \"checkpoint\" or \"random\"",
+                ));
+            }
+        };
+        Ok((config, original, weights))
+    }
+
+    fn optimizer(&self, raw: raw::Optimizer) -> Result<OptimizerSettings> {
+        let key = |name: &str| format!("train.optimizer.{name}");
+        let bad = |name: &str, value: f64, hint: &str| Err(self.bad(&key(name), format!("is {value}"), hint));
+        if !(raw.lr.is_finite() && raw.lr > 0.0) {
+            return bad("lr", raw.lr, "the learning rate is a positive number");
+        }
+        if let Some(beta) = raw.betas.iter().find(|beta| !(0.0..1.0).contains(*beta)) {
+            return bad("betas", f64::from(*beta), "both lie in 0..1");
+        }
+        if !(raw.eps.is_finite() && raw.eps > 0.0) {
+            return bad("eps", f64::from(raw.eps), "it is a small positive number");
+        }
+        if !(raw.weight_decay.is_finite() && raw.weight_decay >= 0.0) {
+            return bad("weight_decay", f64::from(raw.weight_decay), "it is zero or positive");
+        }
+        if !(0.0..1.0).contains(&raw.momentum) {
+            return bad("momentum", f64::from(raw.momentum), "it lies in 0..1");
+        }
+        if let Some(max) = raw.clip_norm.filter(|max| !(max.is_finite() && *max > 0.0)) {
+            return bad("clip_norm", f64::from(max), "it is positive; leave it out to clip nothing");
+        }
+        let kind = match raw.kind.as_str() {
+            "adamw" => OptimizerKind::AdamW { beta1: raw.betas[0], beta2: raw.betas[1], eps: raw.eps },
+            "sgd" => OptimizerKind::Sgd { momentum: raw.momentum },
+            other => {
+                return Err(self.bad(
+                    &key("kind"),
+                    format!("is \"{other}\""),
+                    "set it to \"adamw\" or \"sgd\"",
+                ));
+            }
+        };
+        let decay = match raw.decay.as_str() {
+            "matrices" => Decay::Matrices,
+            "all" => Decay::All,
+            other => {
+                return Err(self.bad(
+                    &key("decay"),
+                    format!("is \"{other}\""),
+                    "set it to \"matrices\" or \"all\"",
+                ));
+            }
+        };
+        Ok(OptimizerSettings {
+            kind,
+            lr: raw.lr,
+            weight_decay: raw.weight_decay,
+            decay,
+            clip_norm: raw.clip_norm,
+        })
+    }
+
+    fn schedule(&self, raw: raw::Schedule) -> Result<Schedule> {
+        let kind = match raw.kind.as_str() {
+            "constant" => ScheduleKind::Constant,
+            "linear" => ScheduleKind::Linear,
+            "cosine" => ScheduleKind::Cosine,
+            other => {
+                let hint = "set it to \"constant\", \"linear\" or \"cosine\"";
+                return Err(self.bad("train.schedule.kind", format!("is \"{other}\""), hint));
+            }
+        };
+        if !(0.0..=1.0).contains(&raw.final_share) {
+            let hint = "it is the share of the peak rate left at the end, in 0..1";
+            return Err(self.bad("train.schedule.final", format!("is {}", raw.final_share), hint));
+        }
+        Ok(Schedule { kind, warmup: raw.warmup, final_share: raw.final_share })
+    }
+
+    fn preferences(&self, raw: &raw::Plan) -> Result<Preferences> {
+        let activations = match raw.activations.as_deref() {
+            None | Some("auto") => None,
+            Some("keep") => Some(Activations::Keep),
+            Some("recompute") => Some(Activations::Recompute),
+            Some(other) => {
+                let hint = "set it to \"keep\", \"recompute\" or \"auto\"";
+                return Err(self.bad("plan.activations", format!("is \"{other}\""), hint));
+            }
+        };
+        let layer_first = match raw.order.as_deref() {
+            None | Some("micro_batch_first") => false,
+            Some("layer_first") => true,
+            Some(other) => {
+                let hint = "set it to \"micro_batch_first\" or \"layer_first\"";
+                return Err(self.bad("plan.order", format!("is \"{other}\""), hint));
+            }
+        };
+        Ok(Preferences { micro_batch: raw.micro_batch, activations, layer_first })
+    }
+
+    fn memory(&self, raw: &raw::Plan) -> Result<Option<u64>> {
+        let Some(text) = &raw.memory else { return Ok(None) };
+        units::bytes(text)
+            .map(Some)
+            .map_err(|what| self.bad("plan.memory", what, "write \"512MiB\", \"4GiB\" or \"8GB\""))
+    }
+
+    fn threads(&self, raw: &raw::Plan) -> Result<Option<usize>> {
+        match raw.threads {
+            Some(0) => Err(self.bad("plan.threads", "is 0", "use at least one thread, or leave it out")),
+            Some(threads) if threads > 1024 => {
+                Err(self.bad("plan.threads", format!("is {threads}"), "use at most 1024 threads"))
+            }
+            threads => Ok(threads),
+        }
+    }
+}
+
+fn join(base: &Path, path: &str) -> PathBuf {
+    // An address is left as it is, so that the error about it shows what was written.
+    if path.contains("://") { PathBuf::from(path) } else { base.join(path) }
+}
+
+/// `config.json` alone: a folder to take only the architecture from needs no weights.
+fn read_config(folder: &Path) -> Result<Value> {
+    let path = folder.join("config.json");
+    let text = std::fs::read_to_string(&path).map_err(|source| match source.kind() {
+        std::io::ErrorKind::NotFound => CliError::said(
+            format!("{}: there is no config.json there", folder.display()),
+            "model.from names a folder as transformers' save_pretrained writes it",
+        ),
+        _ => CliError::File { path: path.clone(), source },
+    })?;
+    serde_json::from_str(&text).map_err(|error| {
+        CliError::said(
+            format!("{}: it is not JSON: {error}", path.display()),
+            "use the config.json that transformers' save_pretrained writes",
+        )
+    })
+}

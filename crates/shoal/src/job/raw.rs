@@ -1,0 +1,140 @@
+//! The job file as serde reads it: types and defaults, no judgement.
+
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+pub(super) struct Job {
+    pub name: Option<String>,
+    pub model: Model,
+    pub data: Data,
+    pub train: Train,
+    pub checkpoint: Checkpoint,
+    pub eval: Option<Eval>,
+    #[serde(default)]
+    pub plan: Plan,
+}
+
+#[derive(Deserialize)]
+pub(super) struct Model {
+    pub from: Option<String>,
+    pub preset: Option<String>,
+    pub init: Option<String>,
+    pub dropout: Option<f32>,
+}
+
+#[derive(Deserialize)]
+pub(super) struct Data {
+    pub train: String,
+    #[serde(default = "bytes")]
+    pub tokenizer: String,
+    pub sequence: usize,
+    #[serde(default = "yes")]
+    pub shuffle: bool,
+    #[serde(default = "text")]
+    pub text_field: String,
+}
+
+#[derive(Deserialize)]
+pub(super) struct Train {
+    pub global_batch: usize,
+    pub steps: u64,
+    #[serde(default)]
+    pub seed: u64,
+    #[serde(default = "fp32")]
+    pub precision: String,
+    #[serde(default)]
+    pub optimizer: Optimizer,
+    #[serde(default)]
+    pub schedule: Schedule,
+}
+
+#[derive(Deserialize)]
+#[serde(default)]
+pub(super) struct Optimizer {
+    pub kind: String,
+    pub lr: f64,
+    pub betas: [f32; 2],
+    pub eps: f32,
+    pub momentum: f32,
+    pub weight_decay: f32,
+    pub decay: String,
+    pub clip_norm: Option<f32>,
+}
+
+impl Default for Optimizer {
+    fn default() -> Optimizer {
+        Optimizer {
+            kind: "adamw".into(),
+            lr: 3e-4,
+            betas: [0.9, 0.95],
+            eps: 1e-8,
+            momentum: 0.9,
+            weight_decay: 0.0,
+            decay: "matrices".into(),
+            clip_norm: None,
+        }
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(default)]
+pub(super) struct Schedule {
+    pub kind: String,
+    pub warmup: u64,
+    #[serde(rename = "final")]
+    pub final_share: f64,
+}
+
+impl Default for Schedule {
+    fn default() -> Schedule {
+        Schedule { kind: "constant".into(), warmup: 0, final_share: 0.0 }
+    }
+}
+
+#[derive(Deserialize)]
+pub(super) struct Checkpoint {
+    pub to: String,
+    #[serde(default = "auto")]
+    pub every: String,
+    #[serde(default = "two")]
+    pub keep: usize,
+}
+
+#[derive(Deserialize)]
+pub(super) struct Eval {
+    pub data: String,
+    pub every: String,
+}
+
+#[derive(Default, Deserialize)]
+pub(super) struct Plan {
+    pub micro_batch: Option<usize>,
+    pub activations: Option<String>,
+    pub order: Option<String>,
+    pub memory: Option<String>,
+    pub threads: Option<usize>,
+}
+
+fn bytes() -> String {
+    "bytes".into()
+}
+
+fn text() -> String {
+    "text".into()
+}
+
+fn fp32() -> String {
+    "fp32".into()
+}
+
+fn auto() -> String {
+    "auto".into()
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn two() -> usize {
+    2
+}

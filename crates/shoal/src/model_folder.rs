@@ -1,0 +1,118 @@
+//! A trained model on disk: a run folder or a Hugging Face folder, seen alike by whoever reads one.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use shoal_data::Tokenizer;
+use shoal_engine::identity::Identity;
+use shoal_engine::import::import;
+use shoal_engine::{EngineError, ModelState};
+use shoal_model::{Chain, ConfigError, DecoderConfig, hugging_face};
+use shoal_state::checkpoint::{Checkpoint, Store};
+use shoal_state::hugging_face::Folder;
+
+use crate::error::{CliError, Result};
+
+/// Where the parameters are.
+enum Source {
+    Run(Box<Checkpoint>),
+    Folder(Box<Folder>),
+}
+
+pub struct ModelFolder {
+    pub path: PathBuf,
+    pub config: DecoderConfig,
+    /// As `config.json` has it.
+    pub raw_config: Value,
+    source: Source,
+    /// The tokenizer a run was trained with.
+    trained_with: Option<String>,
+}
+
+impl ModelFolder {
+    /// Opens a run folder (its newest checkpoint, or the one of `step`) or a Hugging Face folder.
+    pub fn open(path: &Path, step: Option<u64>) -> Result<ModelFolder> {
+        if let Some(identity) = Identity::read(path)? {
+            return ModelFolder::open_run(path, identity, step);
+        }
+        if !path.is_dir() {
+            return Err(CliError::said(
+                format!("{}: there is no such folder", path.display()),
+                "name a run folder (checkpoint.to of the job) or a Hugging Face folder",
+            ));
+        }
+        let folder = Folder::open(path)?;
+        let raw_config = folder.config().clone();
+        let config = hugging_face::read(&raw_config).map_err(config_error(&path.join("config.json")))?;
+        let source = Source::Folder(Box::new(folder));
+        Ok(ModelFolder { path: path.to_owned(), config, raw_config, source, trained_with: None })
+    }
+
+    fn open_run(path: &Path, identity: Identity, step: Option<u64>) -> Result<ModelFolder> {
+        let checkpoints = path.join("checkpoints");
+        let none = || {
+            CliError::said(
+                format!("{}: the run has no checkpoint yet", path.display()),
+                "let it train until its first checkpoint, or stop it with Ctrl-C",
+            )
+        };
+        if !checkpoints.is_dir() {
+            return Err(none());
+        }
+        let store = Store::open_existing(&checkpoints)?;
+        let checkpoint = match step {
+            Some(step) => store.load(step)?,
+            None => store.latest()?.ok_or_else(none)?.0,
+        };
+        let config = hugging_face::read(&identity.config).map_err(config_error(&path.join("run.json")))?;
+        let trained_with = identity.free.get("data.tokenizer").and_then(Value::as_str).map(str::to_owned);
+        let source = Source::Run(Box::new(checkpoint));
+        Ok(ModelFolder { path: path.to_owned(), config, raw_config: identity.config, source, trained_with })
+    }
+
+    /// The checkpoint's step, for a run.
+    pub fn step(&self) -> Option<u64> {
+        match &self.source {
+            Source::Run(checkpoint) => Some(checkpoint.manifest().step),
+            Source::Folder(_) => None,
+        }
+    }
+
+    /// Sets every parameter.
+    pub fn fill(&self, chain: &Chain, state: &mut ModelState) -> std::result::Result<(), EngineError> {
+        match &self.source {
+            Source::Folder(folder) => import(folder, chain, state),
+            Source::Run(checkpoint) => {
+                state.fill(chain, |spec, out| Ok(checkpoint.read(&spec.name, "parameter", out)?))
+            }
+        }
+    }
+
+    /// The `tokenizer.json` that belongs to the model, if there is one.
+    pub fn tokenizer_file(&self) -> Option<PathBuf> {
+        let trained = self.trained_with.as_deref().filter(|name| *name != "bytes").map(PathBuf::from);
+        trained.or_else(|| Some(self.path.join("tokenizer.json"))).filter(|path| path.is_file())
+    }
+
+    /// The tokenizer to speak with the model: the one named, its own, or bytes where the vocabulary is theirs.
+    pub fn tokenizer(&self, named: Option<&str>) -> Result<Tokenizer> {
+        if let Some(name) = named {
+            return Ok(Tokenizer::load(name, Path::new("."))?);
+        }
+        if let Some(file) = self.tokenizer_file() {
+            return Ok(Tokenizer::load(&file.to_string_lossy(), Path::new("."))?);
+        }
+        if self.trained_with.as_deref() == Some("bytes") || self.config.vocabulary == 256 {
+            return Ok(Tokenizer::Bytes);
+        }
+        Err(CliError::said(
+            format!("{}: there is no tokenizer.json", self.path.display()),
+            "name one with --tokenizer, or say --tokenizer bytes",
+        ))
+    }
+}
+
+fn config_error(path: &Path) -> impl FnOnce(ConfigError) -> CliError + use<> {
+    let path = path.to_owned();
+    move |error| CliError::Said { sentence: format!("{}: {error}", path.display()), hint: error.hint() }
+}

@@ -1,0 +1,215 @@
+//! What a person sees while a run goes on: the banner, then one line that stays current. All of it goes to
+//! stderr; stdout is for data.
+
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+use indicatif::{ProgressBar, ProgressStyle};
+use shoal_data::Dataset;
+use shoal_engine::RunEvent;
+use shoal_engine::metrics::{RecentLosses, StepRecord};
+use shoal_model::{Architecture, Chain};
+use shoal_plan::{Activations, Planned};
+
+use crate::assemble::{LocalDevice, PROCESS_BYTES};
+use crate::job::{Job, bytes_text, duration_text};
+
+/// Between two lines where stderr is not a terminal.
+const LINE_EVERY: Duration = Duration::from_secs(2);
+
+/// A share of the measured matrix rate that training usually reaches, for the estimate before the first step.
+const USUAL_SHARE: f64 = 0.8;
+
+/// 1234567 as `1,234,567`.
+pub fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut out = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// A count in the unit that reads best: 1.2 M.
+pub fn short(number: f64) -> String {
+    match number {
+        n if n >= 1e9 => format!("{:.2} B", n / 1e9),
+        n if n >= 1e6 => format!("{:.2} M", n / 1e6),
+        n if n >= 1e4 => format!("{:.1} k", n / 1e3),
+        n => format!("{n:.0}"),
+    }
+}
+
+/// What is about to run, and what it will take.
+pub fn banner(
+    job: &Job,
+    chain: &Chain,
+    device: &LocalDevice,
+    data: &Dataset,
+    planned: &Planned,
+    peak: f64,
+    resumed: Option<u64>,
+) -> String {
+    let c = &job.config;
+    let architecture = match c.architecture {
+        Architecture::Gpt2 => "gpt2",
+        Architecture::Llama => "llama",
+        Architecture::Qwen2 => "qwen2",
+    };
+    let micro_batches = &planned.plan.layers[0].compute[0].micro_batches;
+    let (first, last) = (micro_batches[0].count(), micro_batches[micro_batches.len() - 1].count());
+    let ragged = if first == last { String::new() } else { format!(", the last of {last}") };
+    let tokens = job.global_batch as u64 * job.sequence as u64;
+    let epochs = job.steps as f64 * job.global_batch as f64 / data.len() as f64;
+    let memory = &planned.memory;
+    let flops = chain.training_flops(job.sequence) as f64 * job.global_batch as f64;
+    let left = job.steps - resumed.unwrap_or(0).min(job.steps);
+    let recomputed =
+        planned.plan.layers.iter().any(|row| row.compute[0].activations == Activations::Recompute);
+    let lines = [
+        format!("shoal {} · {}", env!("CARGO_PKG_VERSION"), job.name),
+        format!(
+            "  device   {}, {} threads, {}, {:.0} GFLOP/s measured",
+            device.processor,
+            device.threads,
+            device.instruction_set,
+            peak / 1e9
+        ),
+        format!(
+            "  model    {architecture}, {} parameters: {} layers of {}, vocabulary {}",
+            short(chain.parameters() as f64),
+            c.layers,
+            c.width,
+            grouped(c.vocabulary as u64)
+        ),
+        format!(
+            "  data     {}: {} tokens, {} samples of {}",
+            job.train_data.display(),
+            short(data.tokens() as f64),
+            grouped(data.len()),
+            job.sequence
+        ),
+        format!(
+            "  batch    {} x {} = {} tokens a step, as {} micro-batches of {first}{ragged}",
+            job.global_batch,
+            job.sequence,
+            grouped(tokens),
+            micro_batches.len()
+        ),
+        format!(
+            "  steps    {} = {} tokens = {epochs:.1} epochs; about {} to go",
+            grouped(job.steps),
+            short((job.steps * tokens) as f64),
+            duration_text(left as f64 * flops / (USUAL_SHARE * peak))
+        ),
+        format!(
+            "  memory   {} predicted of {}: parameters {}, gradients {}, optimizer {}, activations {} ({}); and {} for the process",
+            bytes_text(memory.total()),
+            bytes_text(device.budget_bytes),
+            bytes_text(memory.parameters),
+            bytes_text(memory.gradients),
+            bytes_text(memory.optimizer),
+            bytes_text(memory.values),
+            if recomputed { "recomputed" } else { "kept" },
+            bytes_text(PROCESS_BYTES)
+        ),
+        format!(
+            "  run      {}, plan {}: {}",
+            job.run_folder.display(),
+            planned.plan.id(),
+            resumed.map_or("new".to_owned(), |step| format!("resumes after step {step}"))
+        ),
+    ];
+    lines.join("\n")
+}
+
+/// The line that stays current.
+pub struct Progress {
+    bar: Option<ProgressBar>,
+    steps: u64,
+    recent: RecentLosses,
+    last_line: Option<Instant>,
+    /// Recent seconds a step, smoothed, for the time to go.
+    seconds: Option<f64>,
+    quiet: bool,
+}
+
+impl Progress {
+    pub fn new(steps: u64, at: u64, quiet: bool) -> Progress {
+        let bar = (!quiet && std::io::stderr().is_terminal()).then(|| {
+            let bar = ProgressBar::new(steps).with_position(at);
+            let style = ProgressStyle::with_template("{wide_bar:.cyan/dim}\n{msg}");
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+            bar
+        });
+        Progress { bar, steps, recent: RecentLosses::default(), last_line: None, seconds: None, quiet }
+    }
+
+    fn say(&self, line: &str) {
+        match &self.bar {
+            Some(bar) => bar.println(line),
+            None if !self.quiet => eprintln!("{line}"),
+            None => {}
+        }
+    }
+
+    pub fn event(&mut self, event: &RunEvent) {
+        match event {
+            RunEvent::Step(record) => self.step(record),
+            RunEvent::Saving { .. } => {}
+            RunEvent::Saved { step, bytes, seconds } => {
+                self.say(&format!("saved step {step}: {} in {seconds:.1} s", bytes_text(*bytes)));
+            }
+        }
+    }
+
+    fn step(&mut self, record: &StepRecord) {
+        let score = self.recent.z_score(record.loss);
+        let now = record.step_ms / 1e3;
+        let smoothed = self.seconds.map_or(now, |before| 0.9 * before + 0.1 * now);
+        self.seconds = Some(smoothed);
+        let left = smoothed * (self.steps - record.step.min(self.steps)) as f64;
+        let line = step_line(record, self.steps, score, left);
+        if let Some(eval) = record.eval_loss {
+            self.say(&format!("step {}: held-out loss {eval:.4}", record.step));
+        }
+        match &self.bar {
+            Some(bar) => {
+                bar.set_position(record.step);
+                bar.set_message(line);
+            }
+            None => {
+                let due = self.last_line.is_none_or(|at| at.elapsed() >= LINE_EVERY);
+                if due || record.step == self.steps {
+                    self.say(&line);
+                    self.last_line = Some(Instant::now());
+                }
+            }
+        }
+    }
+
+    pub fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.abandon();
+        }
+    }
+}
+
+fn step_line(record: &StepRecord, steps: u64, score: f64, left_seconds: f64) -> String {
+    let mfu = record.mfu.values().next().copied().unwrap_or_default();
+    let memory = record.memory_bytes.values().sum();
+    format!(
+        "step {}/{steps}  loss {:.4} (z {score:+.1})  norm {:.3}  lr {:.2e}  {} tok/s  {:.0}% of peak  {}  ETA {}",
+        record.step,
+        record.loss,
+        record.grad_norm,
+        record.lr,
+        short(record.tokens_per_s),
+        100.0 * mfu,
+        bytes_text(memory),
+        duration_text(left_seconds)
+    )
+}
