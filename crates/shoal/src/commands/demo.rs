@@ -116,7 +116,7 @@ shuffle = true
 
 [train]
 global_batch = 256
-steps = 1200
+steps = 700
 seed = 0
 optimizer = { kind = "adamw", lr = 3e-3, betas = [0.9, 0.98], weight_decay = 0.1, clip_norm = 1.0 }
 schedule = { kind = "cosine", warmup = 50, final = 0.05 }
@@ -127,7 +127,7 @@ every = "5m"
 
 [eval]
 data = "held-out.safetensors"
-every = "300 steps"
+every = "100 steps"
 "#;
 
 /// An empty folder; one that holds anything but an earlier demo is left alone.

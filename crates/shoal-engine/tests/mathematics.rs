@@ -1,0 +1,293 @@
+//! What must hold for every model and every way of cutting its batch: gradients are those of the loss, the
+//! cut changes nothing, the memory taken is the memory forecast, and a reordered program gives the same bits.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use shoal_engine::executor::Batch;
+use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome};
+use shoal_kernels::random::{fill_normal, fold, mix64};
+use shoal_kernels::{Arena, CpuDevice, Device};
+use shoal_model::{Chain, DecoderConfig, Dropout, presets};
+use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
+use shoal_plan::one_device::table;
+use shoal_plan::{
+    Activations, DeviceOffer, Op, Plan, Program, Purpose, StepShape, compile, forecast, verify,
+};
+
+const BUDGET_BYTES: u64 = 64 << 20;
+
+/// Random tokens; some targets are ignored.
+struct RandomBatch {
+    sequence: usize,
+    vocabulary: usize,
+}
+
+impl Batch for RandomBatch {
+    fn read(
+        &self,
+        samples: Range<usize>,
+        tokens: &mut [i32],
+        targets: &mut [i32],
+    ) -> Result<(), EngineError> {
+        let first = samples.start * self.sequence;
+        for (place, (token, target)) in tokens.iter_mut().zip(targets).enumerate() {
+            let draw = mix64((first + place) as u64);
+            *token = (draw % self.vocabulary as u64) as i32;
+            // However unlucky the draw, the batch's first position counts.
+            let ignored = (draw >> 40).is_multiple_of(4) && first + place > 0;
+            *target = if ignored { -100 } else { ((draw >> 20) % self.vocabulary as u64) as i32 };
+        }
+        Ok(())
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Case {
+    config: DecoderConfig,
+    global_batch: usize,
+    sequence: usize,
+    micro_batch: usize,
+    recompute: bool,
+    layer_first: bool,
+    threads: usize,
+}
+
+impl Case {
+    fn chain(&self) -> Chain {
+        Chain::new(&self.config)
+    }
+
+    fn plan(&self, micro_batch: usize, recompute: bool, layer_first: bool) -> (Plan, Program) {
+        let chain = self.chain();
+        let offer = DeviceOffer {
+            name: "cpu:0".into(),
+            budget_bytes: BUDGET_BYTES,
+            workspace_bytes: CpuDevice::workspace_bytes(self.threads),
+        };
+        let shape =
+            StepShape { global_batch: self.global_batch, sequence: self.sequence, optimizer_states: 2 };
+        let activations = if recompute { Activations::Recompute } else { Activations::Keep };
+        let plan = table(&chain, shape, &offer, micro_batch, activations, layer_first);
+        let program = compile(&plan, &chain, Purpose::Train).unwrap();
+        verify(&program, &plan, &chain, Purpose::Train).unwrap();
+        (plan, program)
+    }
+
+    fn own_plan(&self) -> (Plan, Program) {
+        self.plan(self.micro_batch, self.recompute, self.layer_first)
+    }
+
+    /// A fresh model whose parameters are `shift` away from their initial values along a direction.
+    fn executor(&self, shift: f32, direction: u64) -> Executor {
+        // NaN in fresh memory: a read of something nothing wrote shows.
+        let arena = Arena::poisoned("cpu:0", BUDGET_BYTES).unwrap();
+        let device: Arc<dyn Device> = Arc::new(CpuDevice::with_arena(arena, self.threads).unwrap());
+        let chain = self.chain();
+        let mut state = ModelState::allocate(&*device, &chain, self.sequence, Some(&optimizer())).unwrap();
+        state
+            .fill(&chain, |spec, out| {
+                init::fill(spec, 3, 0, out);
+                // Away from zeros and ones, so that no gradient vanishes by symmetry.
+                let mut noise = vec![0.0; out.len()];
+                fill_normal(&mut noise, fold(11, spec.elements() as u64), 0, 0.05);
+                out.iter_mut().zip(&noise).for_each(|(value, noise)| *value += noise);
+                let step = direction_of(direction, &spec.name, out.len());
+                out.iter_mut().zip(&step).for_each(|(value, step)| *value += shift * step);
+                Ok(())
+            })
+            .unwrap();
+        Executor::new(device, chain, self.sequence, state).unwrap()
+    }
+
+    fn run(&self, executor: &mut Executor, program: &Program, step: u64) -> StepOutcome {
+        let batch = RandomBatch { sequence: self.sequence, vocabulary: self.config.vocabulary };
+        let settings = optimizer();
+        let input = StepInput { step, seed: 5, lr: 1e-3, optimizer: Some(&settings), batch: &batch };
+        executor.run(program, &input).unwrap()
+    }
+
+    /// Losses of a few steps, then the gradients of the last.
+    fn train(&self, program: &Program, steps: u64) -> (Vec<f64>, Vec<Vec<f32>>) {
+        let mut executor = self.executor(0.0, 0);
+        let losses = (0..steps).map(|step| self.run(&mut executor, program, step).loss()).collect();
+        (losses, gradients(&executor))
+    }
+}
+
+fn gradients(executor: &Executor) -> Vec<Vec<f32>> {
+    let sums =
+        executor.state.tensors.iter().map(|held| held.gradient.as_ref().unwrap().sum.floats().to_vec());
+    sums.collect()
+}
+
+fn direction_of(direction: u64, name: &str, elements: usize) -> Vec<f32> {
+    let mut out = vec![0.0; elements];
+    fill_normal(&mut out, fold(direction, shoal_kernels::random::key_of(name)), 0, 1.0);
+    out
+}
+
+fn optimizer() -> OptimizerSettings {
+    OptimizerSettings {
+        kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
+        lr: 1e-3,
+        weight_decay: 0.1,
+        decay: Decay::Matrices,
+        clip_norm: Some(1.0),
+    }
+}
+
+fn config() -> impl Strategy<Value = DecoderConfig> {
+    let sizes = (1usize..3, 1usize..4, 1usize..3, 1usize..7, 3usize..40);
+    let flags = any::<[bool; 5]>();
+    (sizes, flags, 0usize..3).prop_map(|((layers, kv, group, half, vocabulary), flags, drop)| {
+        let [gpt2, tied, bias, output_bias, mlp_bias] = flags;
+        let (heads, head) = (kv * group, 2 * half);
+        let mut config = if gpt2 {
+            presets::gpt2(vocabulary, heads * head, layers, heads, 90)
+        } else {
+            // A head size of its own: queries need not be as wide as the model.
+            let mut llama = presets::llama(vocabulary, 10, layers, heads, kv, 14, 90, 1e4, tied);
+            llama.head_size = head;
+            llama.attention_scale = 1.0 / (head as f32).sqrt();
+            llama.qkv_bias = bias;
+            llama.attention_output_bias = output_bias;
+            llama.mlp_bias = mlp_bias;
+            llama
+        };
+        config.tied = tied;
+        let rate = [0.0, 0.1, 0.4][drop];
+        config.dropout = Dropout { embedding: rate, attention: rate, residual: rate };
+        config
+    })
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let shape = (1usize..6, prop_oneof![9 => 2usize..12, 1 => 65usize..80], 1usize..6);
+    (config(), shape, any::<[bool; 2]>(), 1usize..3).prop_map(|(config, shape, flags, threads)| {
+        let (global_batch, sequence, micro_batch) = shape;
+        Case {
+            config,
+            global_batch,
+            sequence,
+            micro_batch: micro_batch.min(global_batch),
+            recompute: flags[0],
+            layer_first: flags[1],
+            threads,
+        }
+    })
+}
+
+fn relative(a: &[Vec<f32>], b: &[Vec<f32>]) -> f64 {
+    let pairs = || a.iter().flatten().zip(b.iter().flatten());
+    let distance: f64 = pairs().map(|(a, b)| f64::from(a - b).powi(2)).sum();
+    let length: f64 = pairs().map(|(a, _)| f64::from(*a).powi(2)).sum();
+    (distance / length.max(1e-20)).sqrt()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// The slope of the loss along a random direction, by differences, is the gradient's. Dropout draws the
+    /// same masks each time, because the step is the same.
+    #[test]
+    fn gradients_are_those_of_the_loss(case in case(), direction in any::<u64>()) {
+        let (_, program) = case.own_plan();
+        let mut executor = case.executor(0.0, direction);
+        case.run(&mut executor, &program, 0);
+        let found = gradients(&executor);
+        let chain = case.chain();
+        let slope: f64 = chain.tensors.iter().zip(&found).map(|(spec, gradient)| {
+            let step = direction_of(direction, &spec.name, gradient.len());
+            gradient.iter().zip(&step).map(|(g, d)| f64::from(*g) * f64::from(*d)).sum::<f64>()
+        }).sum();
+        let length = found.iter().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+        let loss = |shift: f32| case.run(&mut case.executor(shift, direction), &program, 0).loss();
+        // Richardson: the error of the central difference falls with the fourth power of the step, so the
+        // step can be long enough for f32 losses.
+        let h = 4e-3f32;
+        let central = |h: f32| (loss(h) - loss(-h)) / (2.0 * f64::from(h));
+        let numeric = (4.0 * central(h / 2.0) - central(h)) / 3.0;
+        prop_assert!((numeric - slope).abs() <= 1e-2 * length.max(0.05),
+            "differences {numeric}, gradient {slope}, length {length}");
+    }
+
+    /// However the batch is cut and whatever is kept: the same losses and gradients, ignored targets included.
+    #[test]
+    fn the_cut_of_the_batch_changes_nothing(case in case()) {
+        let (_, whole) = case.plan(case.global_batch, false, false);
+        let (_, cut) = case.own_plan();
+        let (losses, reference) = case.train(&whole, 3);
+        let (cut_losses, found) = case.train(&cut, 3);
+        for (a, b) in losses.iter().zip(&cut_losses) {
+            prop_assert!((a - b).abs() <= 1e-5 * a.abs(), "{losses:?} against {cut_losses:?}");
+        }
+        prop_assert!(relative(&reference, &found) <= 2e-4, "{}", relative(&reference, &found));
+    }
+
+    /// The bytes counted at the highest are the bytes forecast, and none are left over.
+    #[test]
+    fn memory_is_what_was_forecast(case in case()) {
+        let (plan, program) = case.own_plan();
+        let predicted = forecast(&program, &plan, &case.chain()).total();
+        let mut executor = case.executor(0.0, 0);
+        let arena = executor.device().arena().clone();
+        let resting = arena.used();
+        case.run(&mut executor, &program, 0);
+        prop_assert_eq!(arena.peak(), predicted);
+        prop_assert_eq!(arena.used(), resting);
+        drop(executor);
+        prop_assert_eq!(arena.used(), 0);
+    }
+
+    /// A legal reordering gives the same bits.
+    #[test]
+    fn a_reordered_program_gives_the_same_bits(case in case(), seed in any::<u64>()) {
+        let (plan, program) = case.own_plan();
+        let mut reordered = program.clone();
+        reordered.instructions.clear();
+        let mut waiting = program.instructions.clone();
+        let mut draw = seed;
+        while !waiting.is_empty() {
+            let done: Vec<u32> = reordered.instructions.iter().map(|i| i.id).collect();
+            let ready: Vec<usize> = (0..waiting.len())
+                .filter(|at| waiting[*at].after.iter().all(|id| done.contains(id)))
+                .collect();
+            draw = mix64(draw);
+            reordered.instructions.push(waiting.remove(ready[draw as usize % ready.len()]));
+        }
+        verify(&reordered, &plan, &case.chain(), Purpose::Train).unwrap();
+        let (losses, found) = case.train(&program, 2);
+        let (other_losses, other) = case.train(&reordered, 2);
+        prop_assert_eq!(losses, other_losses);
+        prop_assert!(found == other, "gradients differ in some bit");
+    }
+}
+
+#[test]
+fn a_step_without_any_target_is_refused_before_it_divides_by_nothing() {
+    struct NoTargets;
+    impl Batch for NoTargets {
+        fn read(&self, _: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result<(), EngineError> {
+            tokens.fill(1);
+            targets.fill(-100);
+            Ok(())
+        }
+    }
+    let case = Case {
+        config: presets::preset("gpt2-tiny").unwrap(),
+        global_batch: 2,
+        sequence: 4,
+        micro_batch: 1,
+        recompute: false,
+        layer_first: false,
+        threads: 1,
+    };
+    let (_, program) = case.own_plan();
+    let settings = optimizer();
+    let input = StepInput { step: 0, seed: 0, lr: 1e-3, optimizer: Some(&settings), batch: &NoTargets };
+    let error = case.executor(0.0, 0).run(&program, &input).unwrap_err();
+    assert!(matches!(error, EngineError::NoTargets { step: 1, samples: 2 }), "{error}");
+    assert!(matches!(program.instructions[0].op, Op::Load { .. }));
+}
