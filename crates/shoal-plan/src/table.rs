@@ -182,9 +182,12 @@ pub fn short_hash(content: &[u8]) -> String {
 }
 
 impl Plan {
-    /// A short name that two equal plans share.
+    /// A short name that two equal plans share. Budgets do not count: they vary with what else a machine
+    /// runs, and change nothing about a plan that fits.
     pub fn id(&self) -> String {
-        short_hash(serde_json::to_string(self).unwrap_or_default().as_bytes())
+        let mut plan = self.clone();
+        plan.devices.iter_mut().for_each(|device| device.budget_bytes = 0);
+        short_hash(serde_json::to_string(&plan).unwrap_or_default().as_bytes())
     }
 
     /// Whether this is a table for that model: every sample visits every layer once, every element of every

@@ -43,6 +43,11 @@ pub fn short(number: f64) -> String {
     }
 }
 
+/// `1 micro-batch`, `2 micro-batches`.
+fn counted(count: usize, one: &str, many: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { many })
+}
+
 /// What is about to run, and what it will take.
 pub fn banner(
     job: &Job,
@@ -93,11 +98,11 @@ pub fn banner(
             job.sequence
         ),
         format!(
-            "  batch    {} x {} = {} tokens a step, as {} micro-batches of {first}{ragged}",
+            "  batch    {} x {} = {} tokens a step, as {} of {first}{ragged}",
             job.global_batch,
             job.sequence,
             grouped(tokens),
-            micro_batches.len()
+            counted(micro_batches.len(), "micro-batch", "micro-batches")
         ),
         format!(
             "  steps    {} = {} tokens = {epochs:.1} epochs; about {} to go",
@@ -106,15 +111,18 @@ pub fn banner(
             duration_text(left as f64 * flops / (USUAL_SHARE * peak))
         ),
         format!(
-            "  memory   {} predicted of {}: parameters {}, gradients {}, optimizer {}, activations {} ({}); and {} for the process",
+            "  memory   {} predicted of {}, and {} for the process itself",
             bytes_text(memory.total()),
             bytes_text(device.budget_bytes),
+            bytes_text(PROCESS_BYTES)
+        ),
+        format!(
+            "           parameters {}, gradients {}, optimizer {}, activations {} ({})",
             bytes_text(memory.parameters),
             bytes_text(memory.gradients),
             bytes_text(memory.optimizer),
             bytes_text(memory.values),
-            if recomputed { "recomputed" } else { "kept" },
-            bytes_text(PROCESS_BYTES)
+            if recomputed { "recomputed" } else { "kept" }
         ),
         format!(
             "  run      {}, plan {}: {}",

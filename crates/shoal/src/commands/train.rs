@@ -137,7 +137,7 @@ pub fn train(
     let device = LocalDevice::new(job.memory_bytes, job.threads);
     let mut planned = assemble::plan(job, &chain, &device)?;
     if let Some(file) = program {
-        planned = assemble::with_program(planned, &chain, file)?;
+        planned = assemble::with_program(planned, &chain, &device, file)?;
     }
     std::fs::create_dir_all(&job.run_folder).map_err(CliError::at(&job.run_folder))?;
     let _lock = lock(&job.run_folder)?;

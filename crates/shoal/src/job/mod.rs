@@ -133,7 +133,7 @@ impl Validator<'_> {
     }
 
     fn job(&self, raw: raw::Job) -> Result<Job> {
-        let base = self.file.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let base = self.file.parent().unwrap_or(Path::new(""));
         let name = match raw.name {
             Some(name) if name.trim().is_empty() => {
                 return Err(self.bad("name", "is empty", "name the job, or leave the key out"));
