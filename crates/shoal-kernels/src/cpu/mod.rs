@@ -87,3 +87,68 @@ fn cut(total: usize, parts: usize, unit: usize) -> impl Iterator<Item = std::ops
     let step = total.div_ceil(parts.max(1)).next_multiple_of(unit).max(unit);
     (0..total).step_by(step).map(move |start| start..(start + step).min(total))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{AdamW, AttentionShape, Device, LossMode, Mat, NormKind};
+    use crate::random::fill_normal;
+
+    /// The results of the vectorised operations, one after the other.
+    fn results(arch: InstructionSet) -> Vec<f32> {
+        let arena = Arena::poisoned("cpu", 64 << 20).unwrap();
+        let mut device = CpuDevice::with_arena(arena.clone(), 2).unwrap();
+        device.arch = arch;
+        let random = |key: u64, elements: usize| {
+            let mut tensor = Tensor::new(&arena, "test", elements).unwrap();
+            fill_normal(tensor.floats_mut(), key, 0, 1.0);
+            tensor
+        };
+        let (rows, cols) = (37, 83);
+        let x = random(1, rows * cols);
+        let (weight, bias) = (random(2, cols), random(3, cols));
+        let mut out = random(4, rows * cols);
+        let mut statistics = random(5, 2 * rows);
+        let mat = Mat::new(&x, rows, cols);
+        let mut all = Vec::new();
+        device.norm(NormKind::Layer, 1e-5, mat, &weight, Some(&bias), &mut statistics, &mut out).unwrap();
+        all.extend_from_slice(out.floats());
+        device.gelu(&x, &mut out).unwrap();
+        all.extend_from_slice(out.floats());
+        let shape =
+            AttentionShape { samples: 2, sequence: 70, heads: 4, kv_heads: 2, head_size: 6, scale: 0.4 };
+        let qkv = random(6, shape.rows() * shape.qkv_width());
+        let mut attended = random(7, shape.rows() * shape.query_width());
+        let mut sums = random(8, shape.rows() * shape.heads);
+        device.attention(shape, None, &qkv, &mut attended, &mut sums).unwrap();
+        all.extend_from_slice(attended.floats());
+        let targets: Vec<i32> = (0..rows as i32).collect();
+        let mut loss = Tensor::zeros(&arena, "test", crate::device::SCALAR_ELEMENTS).unwrap();
+        device.cross_entropy(&targets, cols, LossMode::Gradient { scale: 1.0 }, &mut out, &mut loss).unwrap();
+        all.extend_from_slice(out.floats());
+        let settings = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, update: 3 };
+        let (mut first, mut second) = (random(9, cols), Tensor::zeros(&arena, "test", cols).unwrap());
+        let mut parameter = random(10, cols);
+        device.adamw(&settings, None, &weight, &mut first, &mut second, &mut parameter).unwrap();
+        all.extend_from_slice(parameter.floats());
+        all
+    }
+
+    #[test]
+    fn every_instruction_set_gives_the_same_to_rounding() {
+        let reference = results(InstructionSet::Plain);
+        assert!(reference.iter().all(|value| value.is_finite()));
+        let best = InstructionSet::detect();
+        let mut tried = vec![best];
+        #[cfg(target_arch = "x86_64")]
+        if best == InstructionSet::Avx512 {
+            tried.push(InstructionSet::Avx2);
+        }
+        for arch in tried {
+            for (place, (found, expected)) in results(arch).iter().zip(&reference).enumerate() {
+                let close = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);
+                assert!(close, "{}: element {place} is {found}, plainly {expected}", arch.name());
+            }
+        }
+    }
+}
