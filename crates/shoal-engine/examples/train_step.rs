@@ -63,7 +63,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let wanted = Preferences { micro_batch, ..Preferences::default() };
     let planned = plan_one_device(&chain, shape, &offer, wanted)?;
     let mut state = ModelState::allocate(&*device, &chain, sequence, Some(&optimizer))?;
-    state.fill(&chain, |spec, out| {
+    state.fill(&*device, &chain, |spec, out| {
         init::fill(spec, 0, 0, out);
         Ok(())
     })?;

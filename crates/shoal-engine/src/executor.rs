@@ -142,8 +142,11 @@ impl Executor {
         let arena = self.device.arena();
         let mut tokens = Tensor::new(arena, &format!("the tokens of {samples}"), elements)?;
         let mut targets = Tensor::new(arena, &format!("the targets of {samples}"), elements)?;
-        step.input.batch.read(samples.range(), tokens.integers_mut(), targets.integers_mut())?;
-        step.outcome.targets += targets.integers().iter().filter(|target| **target >= 0).count() as u64;
+        let (mut token_ids, mut target_ids) = (vec![0; elements], vec![0; elements]);
+        step.input.batch.read(samples.range(), &mut token_ids, &mut target_ids)?;
+        self.device.write_integers(&mut tokens, &token_ids)?;
+        self.device.write_integers(&mut targets, &target_ids)?;
+        step.outcome.targets += target_ids.iter().filter(|target| **target >= 0).count() as u64;
         step.put(Value::Tokens(samples), Stored::Tensor(tokens));
         step.put(Value::Targets(samples), Stored::Tensor(targets));
         Ok(())
@@ -237,7 +240,7 @@ impl Executor {
         let call = context.call(step, layer, samples, self.sequence);
         let parameters = context.parameters(step, layer);
         let logits = head::next_token_logits(spec, &call, &parameters, &hidden)?;
-        step.outcome.logits.extend_from_slice(logits.floats());
+        step.outcome.logits.extend_from_slice(&self.device.host_floats(&logits)?);
         Ok(())
     }
 

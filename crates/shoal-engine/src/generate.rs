@@ -51,12 +51,12 @@ impl Generator {
         context: usize,
         threads: usize,
         budget_bytes: u64,
-        fill: impl FnOnce(&mut ModelState) -> Result,
+        fill: impl FnOnce(&dyn Device, &mut ModelState) -> Result,
     ) -> Result<Generator> {
         let context = context.min(chain.positions);
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new("cpu:0", threads, budget_bytes)?);
         let mut state = ModelState::allocate(&*device, chain, context, None)?;
-        fill(&mut state)?;
+        fill(&*device, &mut state)?;
         let executor = Executor::new(device, chain.clone(), context, state)?;
         let workspace_bytes = CpuDevice::workspace_bytes(threads);
         let offer = DeviceOffer { name: "cpu:0".into(), budget_bytes, workspace_bytes };

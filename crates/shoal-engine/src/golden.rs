@@ -230,7 +230,7 @@ impl Bench<'_> {
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new("cpu", self.settings.threads, BUDGET_BYTES)?);
         let optimizer = train.then_some(self.optimizer);
         let mut state = ModelState::allocate(&*device, self.chain, sequence, optimizer)?;
-        import(self.folder, self.chain, &mut state)?;
+        import(self.folder, &*device, self.chain, &mut state)?;
         Executor::new(device, self.chain.clone(), sequence, state)
     }
 
@@ -273,10 +273,9 @@ impl Bench<'_> {
     fn gradients(&self, rows: &Rows) -> Result<Vec<Vec<f32>>> {
         let mut executor = self.executor(rows.sequence, true)?;
         self.train(&mut executor, std::slice::from_ref(rows), 1)?;
-        let sums = executor.state.tensors.iter().map(|held| {
-            held.gradient.as_ref().map(|gradient| gradient.sum.floats().to_vec()).unwrap_or_default()
-        });
-        Ok(sums.collect())
+        let device = executor.device();
+        let sums = executor.state.tensors.iter().filter_map(|held| held.gradient.as_ref());
+        sums.map(|gradient| Ok(device.host_floats(&gradient.sum)?.into_owned())).collect()
     }
 
     fn steps(&self, batches: &[Rows], steps: usize) -> Result<(Vec<f64>, Vec<f64>)> {

@@ -1,5 +1,6 @@
 //! Weights from a Hugging Face folder into a model's state.
 
+use shoal_kernels::Device;
 use shoal_model::Chain;
 use shoal_state::hugging_face::Folder;
 
@@ -13,6 +14,6 @@ fn candidates(name: &str) -> Vec<String> {
 }
 
 /// Reads every parameter; a missing or misshapen tensor is an error that names it.
-pub fn import(folder: &Folder, chain: &Chain, state: &mut ModelState) -> Result {
-    state.fill(chain, |spec, out| Ok(folder.read(&candidates(&spec.name), &spec.shape, out)?))
+pub fn import(folder: &Folder, device: &dyn Device, chain: &Chain, state: &mut ModelState) -> Result {
+    state.fill(device, chain, |spec, out| Ok(folder.read(&candidates(&spec.name), &spec.shape, out)?))
 }

@@ -17,7 +17,7 @@ pub fn matrix_flops_per_second(device: &dyn Device) -> Result<f64> {
     let arena = device.arena();
     let random = |who: &str, key: u64| -> Result<Tensor> {
         let mut tensor = Tensor::new(arena, who, SIZE * SIZE)?;
-        fill_normal(tensor.floats_mut(), key, 0, 1.0);
+        device.write_floats(&mut tensor, &mut |out| fill_normal(out, key, 0, 1.0))?;
         Ok(tensor)
     };
     let (x, weight) = (random("rate measurement", 1)?, random("rate measurement", 2)?);

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use shoal_data::{Dataset, Order};
+use shoal_kernels::Tensor;
 use shoal_model::Chain;
 use shoal_nn::{OptimizerSettings, Schedule};
 use shoal_plan::one_device::table;
@@ -19,6 +20,7 @@ use crate::error::{EngineError, Result};
 use crate::executor::{Batch, Executor, StepInput};
 use crate::identity::Identity;
 use crate::metrics::{Metrics, StepRecord};
+use crate::state::write;
 
 /// How often something is due.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -264,14 +266,21 @@ impl Run {
             plan: self.plan.id(),
             extra: BTreeMap::new(),
         };
+        let device = self.executor.device().clone();
         let names = self.settings.optimizer.state_names();
-        let tensors = self.executor.state.tensors.iter().zip(&self.executor.chain().tensors);
-        let entries = tensors.flat_map(|(held, spec)| {
-            let (name, shape) = (spec.name.as_str(), spec.shape.as_slice());
-            let parameter = Entry { name, role: "parameter", shape, data: held.parameter.floats() };
-            let states = held.optimizer.iter().zip(names);
-            let states = states.map(move |(state, role)| Entry { name, role, shape, data: state.floats() });
-            std::iter::once(parameter).chain(states)
+        // (name, role, shape, numbers): borrowed where the host holds them, copied over where it does not.
+        let mut tensors = Vec::new();
+        for (held, spec) in self.executor.state.tensors.iter().zip(&self.executor.chain().tensors) {
+            tensors.push((spec, "parameter", device.host_floats(&held.parameter)?));
+            for (state, role) in held.optimizer.iter().zip(names) {
+                tensors.push((spec, role, device.host_floats(state)?));
+            }
+        }
+        let entries = tensors.iter().map(|(spec, role, data)| Entry {
+            name: &spec.name,
+            role,
+            shape: &spec.shape,
+            data,
         });
         let saved = self.store.save(header, entries)?;
         self.store.collect(self.settings.checkpoints_kept)?;
@@ -313,11 +322,14 @@ fn evaluation_program(training: &Plan, chain: &Chain, samples: usize) -> Result<
 /// Brings parameters and optimizer state back; the step they are of.
 fn restore(checkpoint: &Checkpoint, optimizer: &OptimizerSettings, executor: &mut Executor) -> Result<u64> {
     let step = checkpoint.manifest().step;
-    let specs = executor.chain().tensors.clone();
+    let (device, specs) = (executor.device().clone(), executor.chain().tensors.clone());
     for (held, spec) in executor.state.tensors.iter_mut().zip(&specs) {
-        checkpoint.read(&spec.name, "parameter", held.parameter.floats_mut())?;
+        let read = |role: &str, tensor: &mut Tensor| {
+            write(&*device, tensor, |out| Ok(checkpoint.read(&spec.name, role, out)?))
+        };
+        read("parameter", &mut held.parameter)?;
         for (state, role) in held.optimizer.iter_mut().zip(optimizer.state_names()) {
-            checkpoint.read(&spec.name, role, state.floats_mut())?;
+            read(role, state)?;
         }
         held.version = step;
     }

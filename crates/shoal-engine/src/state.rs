@@ -1,9 +1,7 @@
 //! Parameters, gradient sums and optimizer state of a model on one device. Every tensor carries a version,
 //! the number of updates it has seen: an instruction of step n reads version n and finds nothing else.
 
-use std::sync::Arc;
-
-use shoal_kernels::{Arena, Device, Tensor};
+use shoal_kernels::{Device, Tensor};
 use shoal_model::{Chain, TensorSpec};
 use shoal_nn::{GradientSum, OptimizerSettings, init};
 
@@ -34,30 +32,50 @@ impl ModelState {
         sequence: usize,
         optimizer: Option<&OptimizerSettings>,
     ) -> Result<ModelState> {
-        let arena = device.arena();
         let tensors =
-            chain.tensors.iter().map(|spec| allocate_one(arena, spec, optimizer)).collect::<Result<_>>()?;
+            chain.tensors.iter().map(|spec| allocate_one(device, spec, optimizer)).collect::<Result<_>>()?;
         let rotary = match init::rotary_table(chain, sequence) {
-            Some(table) => Some(Tensor::from_floats(arena, "the rotary table", &table)?),
+            Some(table) => {
+                let mut tensor = Tensor::new(device.arena(), "the rotary table", table.len())?;
+                device.write_floats(&mut tensor, &mut |out| out.copy_from_slice(&table))?;
+                Some(tensor)
+            }
             None => None,
         };
         Ok(ModelState { tensors, rotary })
     }
 
     /// Sets every parameter, tensor by tensor.
-    pub fn fill(&mut self, chain: &Chain, mut set: impl FnMut(&TensorSpec, &mut [f32]) -> Result) -> Result {
+    pub fn fill(
+        &mut self,
+        device: &dyn Device,
+        chain: &Chain,
+        mut set: impl FnMut(&TensorSpec, &mut [f32]) -> Result,
+    ) -> Result {
         for (held, spec) in self.tensors.iter_mut().zip(&chain.tensors) {
-            set(spec, held.parameter.floats_mut())?;
+            write(device, &mut held.parameter, |out| set(spec, out))?;
         }
         Ok(())
     }
 }
 
+/// Sets a tensor by a function that may fail.
+pub fn write(device: &dyn Device, tensor: &mut Tensor, set: impl FnOnce(&mut [f32]) -> Result) -> Result {
+    let (mut set, mut result) = (Some(set), Ok(()));
+    device.write_floats(tensor, &mut |out| {
+        if let Some(set) = set.take() {
+            result = set(out);
+        }
+    })?;
+    result
+}
+
 fn allocate_one(
-    arena: &Arc<Arena>,
+    device: &dyn Device,
     spec: &TensorSpec,
     optimizer: Option<&OptimizerSettings>,
 ) -> Result<Held> {
+    let arena = device.arena();
     let who = |what: &str| format!("{what} {}", spec.name);
     let elements = spec.elements();
     let parameter = Tensor::new(arena, &who("parameter"), elements)?;
@@ -65,8 +83,12 @@ fn allocate_one(
         None => (None, Vec::new()),
         Some(settings) => {
             let sum = Tensor::new(arena, &who("gradient of"), elements)?;
-            let state = |name: &&str| Tensor::zeros(arena, &who(&format!("{name} of")), elements);
-            let states = settings.state_names().iter().map(state).collect::<std::result::Result<_, _>>()?;
+            let state = |name: &&str| -> Result<Tensor> {
+                let mut state = Tensor::new(arena, &who(&format!("{name} of")), elements)?;
+                device.zero(&mut state)?;
+                Ok(state)
+            };
+            let states = settings.state_names().iter().map(state).collect::<Result<_>>()?;
             (Some(GradientSum { sum, started: false }), states)
         }
     };

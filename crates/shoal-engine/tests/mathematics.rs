@@ -87,7 +87,7 @@ impl Case {
         let chain = self.chain();
         let mut state = ModelState::allocate(&*device, &chain, self.sequence, Some(&optimizer())).unwrap();
         state
-            .fill(&chain, |spec, out| {
+            .fill(&*device, &chain, |spec, out| {
                 init::fill(spec, 3, 0, out);
                 // Away from zeros and ones, so that no gradient vanishes by symmetry.
                 let mut noise = vec![0.0; out.len()];

@@ -3,6 +3,8 @@
 //! layers need not know which. Accumulating operations overwrite where `accumulate` is false: a first
 //! gradient needs no pass that clears the sum.
 
+use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 
 use thiserror::Error;
@@ -212,6 +214,15 @@ pub trait Device: Send + Sync {
 
     fn zero(&self, tensor: &mut Tensor) -> Result;
 
+    /// Lets `fill` write the tensor's numbers: in place where the memory is the host's, else through a
+    /// buffer that is copied over.
+    fn write_floats(&self, tensor: &mut Tensor, fill: &mut dyn FnMut(&mut [f32])) -> Result;
+
+    /// The tensor's numbers where the host can read them: in place, or as a copy.
+    fn host_floats<'a>(&self, tensor: &'a Tensor) -> Result<Cow<'a, [f32]>>;
+
+    fn write_integers(&self, tensor: &mut Tensor, values: &[i32]) -> Result;
+
     /// `out = residual + bias + x * W`
     fn linear(
         &self,
@@ -382,11 +393,13 @@ pub trait Device: Send + Sync {
         out: &mut Tensor,
     ) -> Result;
 
-    /// Adds the rows' cross-entropies to the scalar `loss`; rows whose target is negative count for nothing.
-    /// Works in place: the logits exist once.
+    /// Adds the cross-entropies of the logits' first `rows.len()` rows to the scalar `loss`; their targets
+    /// are elements `rows` of `targets`, and a negative one counts for nothing. Works in place: the logits
+    /// exist once.
     fn cross_entropy(
         &self,
-        targets: &[i32],
+        targets: &Tensor,
+        rows: Range<usize>,
         vocabulary: usize,
         mode: LossMode,
         logits: &mut Tensor,

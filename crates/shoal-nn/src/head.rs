@@ -53,7 +53,7 @@ pub(crate) fn forward(
         target,
     )?;
     let mode = LossMode::Gradient { scale: loss.scale };
-    device.cross_entropy(targets.integers(), spec.vocabulary, mode, &mut logits, loss.sum)?;
+    device.cross_entropy(&targets, 0..rows, spec.vocabulary, mode, &mut logits, loss.sum)?;
     Ok(HeadSaved { x, _targets: targets, statistics, logits })
 }
 
@@ -74,11 +74,13 @@ pub(crate) fn loss_only(
     let chunk = rows.min(HEAD_CHUNK_ROWS);
     let mut logits = Tensor::new(device.arena(), "a chunk of logits", chunk * spec.vocabulary)?;
     let linear = output_linear(spec, parameters);
-    for (index, targets) in targets.integers().chunks(chunk).enumerate() {
-        let input = Mat::new(&normed, rows, spec.width).rows(index * chunk, targets.len());
-        let target = MatMut::new(&mut logits, chunk, spec.vocabulary).rows(0, targets.len());
+    for first in (0..rows).step_by(chunk) {
+        let count = chunk.min(rows - first);
+        let input = Mat::new(&normed, rows, spec.width).rows(first, count);
+        let target = MatMut::new(&mut logits, chunk, spec.vocabulary).rows(0, count);
         device.linear(input, linear, None, None, target)?;
-        device.cross_entropy(targets, spec.vocabulary, LossMode::LossOnly, &mut logits, loss.sum)?;
+        let range = first..first + count;
+        device.cross_entropy(targets, range, spec.vocabulary, LossMode::LossOnly, &mut logits, loss.sum)?;
     }
     Ok(())
 }

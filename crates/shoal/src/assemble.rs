@@ -126,6 +126,17 @@ pub fn with_program(
             "write one with `shoal plan JOB.toml --program FILE`",
         )
     })?;
+    if planned.program.device >= planned.plan.devices.len() {
+        return Err(CliError::said(
+            format!(
+                "{}: the program is refused: it is for device {}, the plan has {}",
+                file.display(),
+                planned.program.device,
+                planned.plan.devices.len()
+            ),
+            "write the program again with `shoal plan JOB.toml --program FILE`",
+        ));
+    }
     let refused = |error: shoal_plan::ProgramError| CliError::Said {
         sentence: format!("{}: the program is refused: {error}", file.display()),
         hint: error.hint(),
@@ -156,8 +167,8 @@ pub fn executor(
     let mut state = ModelState::allocate(&*device, chain, job.sequence, Some(optimizer))?;
     if set_parameters {
         match &job.weights {
-            Weights::Folder(folder) => import(&Folder::open(folder)?, chain, &mut state)?,
-            Weights::Random => state.fill(chain, |spec, out| {
+            Weights::Folder(folder) => import(&Folder::open(folder)?, &*device, chain, &mut state)?,
+            Weights::Random => state.fill(&*device, chain, |spec, out| {
                 init::fill(spec, job.seed, 0, out);
                 Ok(())
             })?,

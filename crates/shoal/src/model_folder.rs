@@ -7,6 +7,7 @@ use shoal_data::Tokenizer;
 use shoal_engine::identity::Identity;
 use shoal_engine::import::import;
 use shoal_engine::{EngineError, ModelState};
+use shoal_kernels::Device;
 use shoal_model::{Chain, ConfigError, DecoderConfig, hugging_face};
 use shoal_state::checkpoint::{Checkpoint, Store};
 use shoal_state::hugging_face::Folder;
@@ -79,11 +80,16 @@ impl ModelFolder {
     }
 
     /// Sets every parameter.
-    pub fn fill(&self, chain: &Chain, state: &mut ModelState) -> std::result::Result<(), EngineError> {
+    pub fn fill(
+        &self,
+        device: &dyn Device,
+        chain: &Chain,
+        state: &mut ModelState,
+    ) -> std::result::Result<(), EngineError> {
         match &self.source {
-            Source::Folder(folder) => import(folder, chain, state),
+            Source::Folder(folder) => import(folder, device, chain, state),
             Source::Run(checkpoint) => {
-                state.fill(chain, |spec, out| Ok(checkpoint.read(&spec.name, "parameter", out)?))
+                state.fill(device, chain, |spec, out| Ok(checkpoint.read(&spec.name, "parameter", out)?))
             }
         }
     }

@@ -123,8 +123,11 @@ mod tests {
         device.attention(shape, None, &qkv, &mut attended, &mut sums).unwrap();
         all.extend_from_slice(attended.floats());
         let targets: Vec<i32> = (0..rows as i32).collect();
+        let targets = Tensor::from_integers(&arena, "test", &targets).unwrap();
         let mut loss = Tensor::zeros(&arena, "test", crate::device::SCALAR_ELEMENTS).unwrap();
-        device.cross_entropy(&targets, cols, LossMode::Gradient { scale: 1.0 }, &mut out, &mut loss).unwrap();
+        device
+            .cross_entropy(&targets, 0..rows, cols, LossMode::Gradient { scale: 1.0 }, &mut out, &mut loss)
+            .unwrap();
         all.extend_from_slice(out.floats());
         let settings = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, update: 3 };
         let (mut first, mut second) = (random(9, cols), Tensor::zeros(&arena, "test", cols).unwrap());

@@ -1,5 +1,7 @@
 //! [`Device`] for the CPU: each operation enters the device's thread pool and calls its kernel.
 
+use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::CpuDevice;
@@ -45,6 +47,20 @@ impl Device for CpuDevice {
 
     fn zero(&self, tensor: &mut Tensor) -> Result {
         self.pool.install(|| self.fill_zero(tensor));
+        Ok(())
+    }
+
+    fn write_floats(&self, tensor: &mut Tensor, fill: &mut dyn FnMut(&mut [f32])) -> Result {
+        fill(tensor.floats_mut());
+        Ok(())
+    }
+
+    fn host_floats<'a>(&self, tensor: &'a Tensor) -> Result<Cow<'a, [f32]>> {
+        Ok(Cow::Borrowed(tensor.floats()))
+    }
+
+    fn write_integers(&self, tensor: &mut Tensor, values: &[i32]) -> Result {
+        tensor.integers_mut().copy_from_slice(values);
         Ok(())
     }
 
@@ -256,12 +272,14 @@ impl Device for CpuDevice {
 
     fn cross_entropy(
         &self,
-        targets: &[i32],
+        targets: &Tensor,
+        rows: Range<usize>,
         vocabulary: usize,
         mode: LossMode,
         logits: &mut Tensor,
         loss: &mut Tensor,
     ) -> Result {
+        let targets = &targets.integers()[rows];
         let sum = self.pool.install(|| self.softmax_loss(targets, vocabulary, mode, logits));
         self.write_scalar(loss, self.read_scalar(loss) + sum);
         Ok(())

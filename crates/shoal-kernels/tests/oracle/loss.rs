@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use shoal_kernels::device::SCALAR_ELEMENTS;
-use shoal_kernels::{Device, LossMode};
+use shoal_kernels::{Device, LossMode, Tensor};
 
 use crate::common::{config, device, normal, side, tensor, unwritten, whole};
 use crate::number::{Number, number, numbers};
@@ -32,12 +32,13 @@ proptest! {
             }
         }
         let device = device(threads);
+        let held = Tensor::from_integers(device.arena(), "targets", &targets).unwrap();
         let run = |mode: LossMode| {
             let mut place = unwritten(&device, (rows + spare_rows) * vocabulary);
             place.floats_mut()[..logits.len()].copy_from_slice(&logits);
             let mut loss = unwritten(&device, SCALAR_ELEMENTS);
             device.set_scalar(&mut loss, start).unwrap();
-            device.cross_entropy(&targets, vocabulary, mode, &mut place, &mut loss).unwrap();
+            device.cross_entropy(&held, 0..rows, vocabulary, mode, &mut place, &mut loss).unwrap();
             let (gradient, rest) = place.floats().split_at(logits.len());
             assert!(rest.iter().all(|value| value.is_nan()), "a row past the targets was written");
             vec![vec![(device.scalar(&loss).unwrap() - start) as f32], gradient.to_vec()]
@@ -71,13 +72,14 @@ proptest! {
         let logits = normal(seed, "logits", rows * vocabulary);
         let targets = whole(seed, "targets", rows, vocabulary);
         let device = device(threads);
+        let targets = Tensor::from_integers(device.arena(), "targets", &targets).unwrap();
         let loss = |cuts: &[usize]| {
             let mut loss = unwritten(&device, SCALAR_ELEMENTS);
             device.set_scalar(&mut loss, 0.0).unwrap();
             for rows in cuts.windows(2) {
                 let mut part = tensor(&device, &logits[rows[0] * vocabulary..rows[1] * vocabulary]);
-                let targets = &targets[rows[0]..rows[1]];
-                device.cross_entropy(targets, vocabulary, LossMode::LossOnly, &mut part, &mut loss).unwrap();
+                let (range, mode) = (rows[0]..rows[1], LossMode::LossOnly);
+                device.cross_entropy(&targets, range, vocabulary, mode, &mut part, &mut loss).unwrap();
             }
             device.scalar(&loss).unwrap()
         };

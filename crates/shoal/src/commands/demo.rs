@@ -174,9 +174,10 @@ fn ask(job: &Job, sums: &[Sum]) -> Result<Vec<String>> {
     let model = ModelFolder::open(&job.run_folder, None)?;
     let chain = Chain::new(&model.config);
     let device = LocalDevice::new(None, None);
-    let mut generator = Generator::new(&chain, SEQUENCE, device.threads, device.budget_bytes, |state| {
-        model.fill(&chain, state)
-    })?;
+    let mut generator =
+        Generator::new(&chain, SEQUENCE, device.threads, device.budget_bytes, |device, state| {
+            model.fill(device, &chain, state)
+        })?;
     let mut rows: Vec<Vec<i32>> = sums
         .iter()
         .map(|(a, b)| written(*a, *b).bytes().take(LENGTH - ANSWER).map(i32::from).collect())

@@ -39,7 +39,7 @@ pub fn run(options: Options) -> Result {
         + (1 << 20);
     let device = CpuDevice::new("cpu:0", 1, bytes)?;
     let mut state = ModelState::allocate(&device, &chain, 1, None)?;
-    model.fill(&chain, &mut state)?;
+    model.fill(&device, &chain, &mut state)?;
     let tensors: Vec<TensorData> = state
         .tensors
         .iter()

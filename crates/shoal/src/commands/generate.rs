@@ -58,9 +58,10 @@ pub fn run(options: Options) -> Result {
     let chain = Chain::new(&model.config);
     let context = prompt.len() + options.tokens;
     let device = LocalDevice::new(None, None);
-    let mut generator = Generator::new(&chain, context, device.threads, device.budget_bytes, |state| {
-        model.fill(&chain, state)
-    })?;
+    let mut generator =
+        Generator::new(&chain, context, device.threads, device.budget_bytes, |device, state| {
+            model.fill(device, &chain, state)
+        })?;
     let sampling = Sampling { temperature: options.temperature, top_k: options.top_k, seed: options.seed };
     let end = tokenizer.end_of_document().map(|id| id as i32);
     let mut answer: Vec<u32> = Vec::new();
