@@ -22,7 +22,7 @@ use common::{
 };
 use proptest::prelude::*;
 use shoal_kernels::device::SCALAR_ELEMENTS;
-use shoal_kernels::{Device, DropoutSite, Linear, LossMode, NormKind};
+use shoal_kernels::{Device, DropoutSite, Linear, LossMode, NormKind, Tensor};
 
 /// Of each property. All of them together take some five seconds on one core.
 const CASES: u32 = 120;
