@@ -135,8 +135,9 @@ impl Validator<'_> {
     fn job(&self, raw: raw::Job) -> Result<Job> {
         let base = self.file.parent().unwrap_or(Path::new(""));
         let name = match raw.name {
-            Some(name) if name.trim().is_empty() => {
-                return Err(self.bad("name", "is empty", "name the job, or leave the key out"));
+            Some(name) if name.trim().is_empty() || name.contains('/') || name.starts_with('.') => {
+                let hint = "it may name a folder: a word without `/` that does not start with a dot";
+                return Err(self.bad("name", format!("is \"{name}\""), hint));
             }
             Some(name) => name,
             None => self.file.file_stem().map_or("job".into(), |stem| stem.to_string_lossy().into_owned()),
@@ -175,13 +176,11 @@ impl Validator<'_> {
             })
         };
         let checkpoint = raw.checkpoint;
-        if checkpoint.to.contains("://") {
+        let run_folder = checkpoint.to.unwrap_or_else(|| format!("runs/{name}"));
+        if run_folder.contains("://") {
             return Err(self.bad(
                 "checkpoint.to",
-                format!(
-                    "\"{}\" is an object-store address, which this version does not write yet",
-                    checkpoint.to
-                ),
+                format!("\"{run_folder}\" is an object-store address, which this version does not write yet"),
                 "use a folder",
             ));
         }
@@ -214,7 +213,7 @@ impl Validator<'_> {
             seed: train.seed,
             optimizer: self.optimizer(train.optimizer)?,
             schedule: self.schedule(train.schedule)?,
-            run_folder: join(base, &checkpoint.to),
+            run_folder: join(base, &run_folder),
             checkpoint_every,
             checkpoints_kept: checkpoint.keep,
             eval,

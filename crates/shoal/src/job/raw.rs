@@ -8,6 +8,7 @@ pub(super) struct Job {
     pub model: Model,
     pub data: Data,
     pub train: Train,
+    #[serde(default)]
     pub checkpoint: Checkpoint,
     pub eval: Option<Eval>,
     #[serde(default)]
@@ -92,12 +93,18 @@ impl Default for Schedule {
 }
 
 #[derive(Deserialize)]
+#[serde(default)]
 pub(super) struct Checkpoint {
-    pub to: String,
-    #[serde(default = "auto")]
+    /// `runs/NAME` where it is left out.
+    pub to: Option<String>,
     pub every: String,
-    #[serde(default = "two")]
     pub keep: usize,
+}
+
+impl Default for Checkpoint {
+    fn default() -> Checkpoint {
+        Checkpoint { to: None, every: "auto".into(), keep: 2 }
+    }
 }
 
 #[derive(Deserialize)]
@@ -127,14 +134,6 @@ fn fp32() -> String {
     "fp32".into()
 }
 
-fn auto() -> String {
-    "auto".into()
-}
-
 fn yes() -> bool {
     true
-}
-
-fn two() -> usize {
-    2
 }
