@@ -103,22 +103,11 @@ pub fn plan(job: &Job, chain: &Chain, device: &LocalDevice) -> Result<Planned> {
         sequence: job.sequence,
         optimizer_states: job.optimizer.state_names().len(),
     };
-    let mut planned = plan_one_device(chain, shape, &device.offer(), job.preferences)?;
-    // Without a budget of the job's own the table claims what it needs: the same job then has the same plan,
-    // by the same name in metrics and checkpoints, however much memory happens to be free.
-    if job.memory_bytes.is_none() {
-        planned.plan.devices[0].budget_bytes = planned.memory.total();
-    }
-    Ok(planned)
+    Ok(plan_one_device(chain, shape, &device.offer(), job.preferences)?)
 }
 
 /// A planned step with the program of a file in place of the compiled one, checked first.
-pub fn with_program(
-    mut planned: Planned,
-    chain: &Chain,
-    device: &LocalDevice,
-    file: &Path,
-) -> Result<Planned> {
+pub fn with_program(mut planned: Planned, chain: &Chain, file: &Path) -> Result<Planned> {
     let text = std::fs::read_to_string(file).map_err(CliError::at(file))?;
     planned.program = serde_json::from_str(&text).map_err(|error| {
         CliError::said(
@@ -143,7 +132,7 @@ pub fn with_program(
     };
     verify(&planned.program, &planned.plan, chain, Purpose::Train).map_err(refused)?;
     planned.memory = forecast(&planned.program, &planned.plan, chain);
-    let (needed, budget) = (planned.memory.total(), device.budget_bytes);
+    let (needed, budget) = (planned.memory.total(), planned.plan.devices[0].budget_bytes);
     if needed > budget {
         return Err(CliError::said(
             format!(

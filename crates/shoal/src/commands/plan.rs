@@ -44,7 +44,7 @@ pub fn run(options: Options) -> Result {
     if options.json {
         println!("{}", summary_json(&planned));
     } else {
-        print_table(&job, &chain, &device, &planned);
+        print_table(&job, &chain, &planned);
     }
     Ok(())
 }
@@ -71,7 +71,7 @@ fn summary_json(planned: &Planned) -> serde_json::Value {
     })
 }
 
-fn print_table(job: &Job, chain: &Chain, device: &LocalDevice, planned: &Planned) {
+fn print_table(job: &Job, chain: &Chain, planned: &Planned) {
     let plan = &planned.plan;
     println!(
         "plan {} for {}: {} samples of {} tokens a step",
@@ -115,7 +115,7 @@ fn print_table(job: &Job, chain: &Chain, device: &LocalDevice, planned: &Planned
         "\nmemory on {}: {} of {}",
         plan.devices[0].name,
         bytes_text(memory.total()),
-        bytes_text(device.budget_bytes)
+        bytes_text(plan.devices[0].budget_bytes)
     );
     for (name, bytes) in [
         ("parameters", memory.parameters),

@@ -137,13 +137,15 @@ pub fn train(
     let device = LocalDevice::new(job.memory_bytes, job.threads);
     let mut planned = assemble::plan(job, &chain, &device)?;
     if let Some(file) = program {
-        planned = assemble::with_program(planned, &chain, &device, file)?;
+        planned = assemble::with_program(planned, &chain, file)?;
     }
     std::fs::create_dir_all(&job.run_folder).map_err(CliError::at(&job.run_folder))?;
     let _lock = lock(&job.run_folder)?;
     let data = assemble::open_data(job, &job.run_folder.join("data"), &mut preparing(quiet))?;
     let identity = Identity::new(job.fixed_keys(&data.train.fingerprint()), job.free_keys(), config);
-    identity.claim(&job.run_folder)?;
+    if let Some(there) = Identity::read(&job.run_folder)? {
+        identity.compare(&there, &job.run_folder)?;
+    }
     let store = Store::open(&job.run_folder.join("checkpoints"))?;
     let found = store.latest()?;
     if let Some((_, skipped)) = &found {
@@ -168,6 +170,8 @@ pub fn train(
         eprintln!("{}", banner(job, &chain, &device, &data.train, &planned, peak, resumed));
     }
     let executor = assemble::executor(job, &chain, device.open()?, &job.optimizer, checkpoint.is_none())?;
+    // Only now: a model that cannot be read must not bind the folder to the job that named it.
+    identity.claim(&job.run_folder)?;
     let settings = RunSettings {
         steps: job.steps,
         stop_at,

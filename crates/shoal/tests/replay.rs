@@ -1,0 +1,124 @@
+//! A reference implementation's training, replayed from the command line: the rows it trained on as a
+//! safetensors file, the losses and gradient norms it saw as the answer.
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use safetensors::SafeTensors;
+use serde_json::Value;
+
+use common::{Folder, column, integer_rows, metrics};
+
+const SEQUENCE: usize = 32;
+const BATCHES: usize = 4;
+
+/// As the losses were asked to agree.
+const TOLERANCE: f64 = 1e-4;
+
+fn golden(model: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../shoal-engine/tests/golden").join(model)
+}
+
+fn integers(file: &SafeTensors, name: &str) -> Vec<i64> {
+    let (words, _) = file.tensor(name).unwrap().data().as_chunks::<8>();
+    words.iter().map(|word| i64::from_le_bytes(*word)).collect()
+}
+
+/// The batches as rows of one token more than the sequence: a row's last token is only ever a label.
+fn rows(golden: &Path) -> Vec<u8> {
+    let bytes = fs::read(golden.join("expected.safetensors")).unwrap();
+    let expected = SafeTensors::deserialize(&bytes).unwrap();
+    let mut tokens = Vec::new();
+    for batch in 0..BATCHES {
+        let input = integers(&expected, &format!("batch{batch}.input"));
+        let labels = integers(&expected, &format!("batch{batch}.labels"));
+        for (input, labels) in input.chunks(SEQUENCE).zip(labels.chunks(SEQUENCE)) {
+            assert_eq!(input[1..], labels[..SEQUENCE - 1], "labels are the next tokens");
+            tokens.extend_from_slice(input);
+            tokens.push(labels[SEQUENCE - 1]);
+        }
+    }
+    integer_rows(&[("tokens", SEQUENCE + 1, &tokens)])
+}
+
+fn job(golden: &Path, reference: &Value) -> String {
+    let (lr, betas) = (&reference["lr"], &reference["betas"]);
+    let (eps, weight_decay) = (&reference["eps"], &reference["weight_decay"]);
+    let steps = reference["losses"].as_array().unwrap().len();
+    format!(
+        r#"
+[model]
+from = "{}"
+
+[data]
+train = "rows.safetensors"
+sequence = {SEQUENCE}
+shuffle = false
+
+[train]
+global_batch = 4
+steps = {steps}
+optimizer = {{ kind = "adamw", lr = {lr}, betas = {betas}, eps = {eps}, weight_decay = {weight_decay}, decay = "all", clip_norm = 1.0 }}
+schedule = {{ kind = "constant" }}
+
+[checkpoint]
+to = "run"
+"#,
+        golden.display()
+    )
+}
+
+fn replay(model: &str) {
+    let golden = golden(model);
+    let reference: Value =
+        serde_json::from_str(&fs::read_to_string(golden.join("losses.json")).unwrap()).unwrap();
+    let folder = Folder::empty();
+    folder.write("rows.safetensors", rows(&golden));
+    folder.write("job.toml", job(&golden, &reference));
+    for micro_batch in [1, 3, 4] {
+        for activations in ["keep", "recompute"] {
+            let run = format!("run-{micro_batch}-{activations}");
+            let settings = [
+                format!("plan.micro_batch={micro_batch}"),
+                format!("plan.activations={activations}"),
+                format!("checkpoint.to={run}"),
+            ];
+            let mut arguments = vec!["train", "job.toml"];
+            arguments.extend(settings.iter().flat_map(|setting| ["--set", setting]));
+            folder.shoal(&arguments).succeeds();
+            let lines = metrics(&folder.join(&run));
+            for (ours, theirs) in [("loss", "losses"), ("grad_norm", "grad_norms")] {
+                let expected: Vec<f64> = reference[theirs]
+                    .as_array()
+                    .unwrap()
+                    .iter()
+                    .map(|value| value.as_f64().unwrap())
+                    .collect();
+                let found = column(&lines, ours);
+                assert_eq!(found.len(), expected.len(), "{model}, {run}: one line a step");
+                for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    let difference = (found - expected).abs() / expected;
+                    let place = format!("{model}, {run}, {ours} of step {}", step + 1);
+                    assert!(difference <= TOLERANCE, "{place}: {found}, the reference has {expected}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn gpt2_trains_as_the_reference_did() {
+    replay("gpt2");
+}
+
+#[test]
+fn llama_trains_as_the_reference_did() {
+    replay("llama");
+}
+
+#[test]
+fn qwen2_trains_as_the_reference_did() {
+    replay("qwen2");
+}
