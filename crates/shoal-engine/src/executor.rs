@@ -254,6 +254,13 @@ impl Executor {
         Ok(())
     }
 
+    /// The norm of all parameters together: not a number as soon as one of them is not.
+    pub fn parameter_norm(&mut self) -> Result<f64> {
+        let parameters: Vec<&Tensor> = self.state.tensors.iter().map(|held| &held.parameter).collect();
+        self.device.sum_squares(&parameters, &mut self.norm_squared)?;
+        Ok(self.device.scalar(&self.norm_squared)?.sqrt())
+    }
+
     fn gradient_norm(&mut self, step: &mut Step) -> Result {
         let gradients: Vec<&Tensor> =
             self.state.tensors.iter().filter_map(|held| held.gradient.as_ref().map(|sum| &sum.sum)).collect();

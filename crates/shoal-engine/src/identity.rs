@@ -78,6 +78,12 @@ impl Identity {
         }
     }
 
+    /// Keys that may change and did, in words; `only` says which are worth telling.
+    pub fn changes(&self, there: &Identity, only: &[&str]) -> Vec<String> {
+        let change = |key: &&str| difference_at(key, there.free.get(*key), self.free.get(*key));
+        only.iter().filter_map(change).collect()
+    }
+
     /// The first key that differs, in words.
     fn difference(&self, there: &Identity) -> Option<String> {
         let keys: BTreeSet<&String> = self.fixed.keys().chain(there.fixed.keys()).collect();

@@ -257,6 +257,12 @@ impl Run {
     fn save(&mut self, on_event: &mut dyn FnMut(RunEvent)) -> Result {
         on_event(RunEvent::Saving { step: self.step });
         let started = Instant::now();
+        // Parameters that are no numbers must not push out the last checkpoint whose are.
+        let norm = self.executor.parameter_norm()?;
+        if !norm.is_finite() {
+            let (step, what, checkpoint) = (self.step, "norm of the parameters", self.last_saved);
+            return Err(EngineError::NotFinite { step, what, value: norm, checkpoint });
+        }
         let header = Header {
             job: self.identity.fingerprint(),
             step: self.step,

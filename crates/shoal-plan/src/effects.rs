@@ -5,6 +5,8 @@
 //! Values are linear: one instruction makes each, one uses it up. Sums are added to by several instructions
 //! whose order is fixed, because floating-point addition is not associative.
 
+use std::fmt;
+
 use shoal_model::Chain;
 
 use crate::program::{Keep, Op};
@@ -55,6 +57,42 @@ pub enum Sum {
     TargetCount,
     Loss,
     Gradient { tensor: usize },
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Value::Tokens(samples) => write!(f, "the tokens of {samples}"),
+            Value::Targets(samples) => write!(f, "the targets of {samples}"),
+            Value::Activation { layer, samples } => write!(f, "the output of layer {layer}, {samples}"),
+            Value::Saved { layer, samples } => write!(f, "what layer {layer} saved, {samples}"),
+            Value::Input { layer, samples } => write!(f, "the kept input of layer {layer}, {samples}"),
+            Value::Gradient { layer, samples } => {
+                write!(f, "the gradient of layer {layer}'s output, {samples}")
+            }
+        }
+    }
+}
+
+impl fmt::Display for Fact {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Fact::TargetCount => write!(f, "the count of the targets"),
+            Fact::Loss => write!(f, "the loss"),
+            Fact::GradientNorm => write!(f, "the gradient norm"),
+            Fact::Updated { tensor } => write!(f, "the update of tensor {tensor}"),
+        }
+    }
+}
+
+impl fmt::Display for Sum {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Sum::TargetCount => write!(f, "the count of the targets"),
+            Sum::Loss => write!(f, "the loss"),
+            Sum::Gradient { tensor } => write!(f, "the gradient of tensor {tensor}"),
+        }
+    }
 }
 
 #[derive(Clone, Debug, Default)]

@@ -45,7 +45,9 @@ pub struct StepShape {
 #[derive(Debug, Error)]
 pub enum PlanError {
     #[error(
-        "{device}: training needs at least {needed_bytes} bytes (one sample at a time, {how}), the budget is {budget_bytes}: {short_bytes} short"
+        "{device}: training needs at least {needed_bytes} bytes ({} MiB; one sample at a time, {how}), the budget is {budget_bytes} ({} MiB): {short_bytes} short",
+        needed_bytes.div_ceil(1 << 20),
+        budget_bytes >> 20
     )]
     TooSmall { device: String, needed_bytes: u64, budget_bytes: u64, short_bytes: u64, how: &'static str },
     #[error("a micro-batch of {micro_batch} samples was asked for, but the global batch has {global_batch}")]

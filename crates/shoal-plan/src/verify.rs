@@ -17,6 +17,8 @@ pub enum ProgramError {
     Format { found: u32 },
     #[error("the program is for {found:?}, not for {expected:?}")]
     Purpose { found: Purpose, expected: Purpose },
+    #[error("the program is for device {device}, the plan has {devices}")]
+    Device { device: usize, devices: usize },
     #[error("two instructions have the id {id}")]
     DuplicateId { id: u32 },
     #[error("{instruction} names a layer or tensor that the model does not have")]
@@ -44,12 +46,15 @@ pub enum ProgramError {
 impl ProgramError {
     pub fn hint(&self) -> Option<String> {
         Some(match self {
-            ProgramError::Format { .. } | ProgramError::Purpose { .. } => {
-                "write the program again with `shoal plan JOB.toml --program FILE`".into()
-            }
-            _ => {
+            ProgramError::TooEarly { .. }
+            | ProgramError::NotMade { .. }
+            | ProgramError::FactMissing { .. }
+            | ProgramError::SumOrder { .. }
+            | ProgramError::SumIncomplete { .. }
+            | ProgramError::StaleRead { .. } => {
                 "reorder instructions only where every id in `after` still stands earlier in the list".into()
             }
+            _ => "write the program again with `shoal plan JOB.toml --program FILE`".into(),
         })
     }
 }
@@ -61,6 +66,9 @@ pub fn verify(program: &Program, plan: &Plan, chain: &Chain, purpose: Purpose) -
     }
     if program.purpose != purpose {
         return Err(ProgramError::Purpose { found: program.purpose, expected: purpose });
+    }
+    if program.device >= plan.devices.len() {
+        return Err(ProgramError::Device { device: program.device, devices: plan.devices.len() });
     }
     let mut walk = Walk::new(program, chain)?;
     for instruction in &program.instructions {
@@ -135,11 +143,11 @@ impl<'a> Walk<'a> {
         let effects = effects(&instruction.op, self.chain);
         for value in effects.uses_up {
             if !self.live.remove(&value) {
-                return Err(ProgramError::NotMade { instruction: name(), value: describe(&value) });
+                return Err(ProgramError::NotMade { instruction: name(), value: value.to_string() });
             }
         }
         if let Some(fact) = effects.needs.iter().find(|fact| !self.facts.contains(fact)) {
-            return Err(ProgramError::FactMissing { instruction: name(), fact: format!("{fact:?}") });
+            return Err(ProgramError::FactMissing { instruction: name(), fact: fact.to_string() });
         }
         for tensor in effects.reads_tensors {
             if self.facts.contains(&Fact::Updated { tensor }) {
@@ -151,7 +159,7 @@ impl<'a> Walk<'a> {
             let turn = turns.ids[turns.taken];
             if turn != instruction.id {
                 let earlier = self.by_id[&turn].to_string();
-                return Err(ProgramError::SumOrder { instruction: name(), sum: format!("{sum:?}"), earlier });
+                return Err(ProgramError::SumOrder { instruction: name(), sum: sum.to_string(), earlier });
             }
             turns.taken += 1;
         }
@@ -160,21 +168,21 @@ impl<'a> Walk<'a> {
                 let pending = self.by_id[&turns.ids[turns.taken]].to_string();
                 return Err(ProgramError::SumIncomplete {
                     instruction: name(),
-                    sum: format!("{sum:?}"),
+                    sum: sum.to_string(),
                     pending,
                 });
             }
         }
         for value in effects.makes {
             if !self.ever_made.insert(value) {
-                return Err(ProgramError::MadeTwice { instruction: name(), value: describe(&value) });
+                return Err(ProgramError::MadeTwice { instruction: name(), value: value.to_string() });
             }
             self.live.insert(value);
         }
         if let Some(fact) = effects.establishes
             && !self.facts.insert(fact)
         {
-            return Err(ProgramError::MadeTwice { instruction: name(), value: format!("{fact:?}") });
+            return Err(ProgramError::MadeTwice { instruction: name(), value: fact.to_string() });
         }
         if let Op::Load { samples } = instruction.op {
             self.loaded.push(samples);
@@ -187,7 +195,7 @@ impl<'a> Walk<'a> {
         // A prediction has no use for targets.
         self.live.retain(|value| self.purpose != Purpose::Predict || !matches!(value, Value::Targets(_)));
         if let Some(value) = self.live.iter().next() {
-            return Err(ProgramError::LeftOver { value: describe(value) });
+            return Err(ProgramError::LeftOver { value: value.to_string() });
         }
         let incomplete = |what: &str| Err(ProgramError::Incomplete { what: what.into() });
         self.loaded.sort();
@@ -228,16 +236,5 @@ impl<'a> Walk<'a> {
             Some(tensor) => incomplete(&format!("update tensor {tensor}")),
             None => Ok(()),
         }
-    }
-}
-
-fn describe(value: &Value) -> String {
-    match value {
-        Value::Tokens(samples) => format!("the tokens of {samples}"),
-        Value::Targets(samples) => format!("the targets of {samples}"),
-        Value::Activation { layer, samples } => format!("the output of layer {layer}, {samples}"),
-        Value::Saved { layer, samples } => format!("what layer {layer} saved, {samples}"),
-        Value::Input { layer, samples } => format!("the kept input of layer {layer}, {samples}"),
-        Value::Gradient { layer, samples } => format!("the gradient of layer {layer}'s output, {samples}"),
     }
 }

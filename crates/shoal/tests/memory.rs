@@ -11,7 +11,7 @@ const MIB: f64 = (1 << 20) as f64;
 const RESIDENT_SHARE: f64 = 0.05;
 
 /// From here on the models are large enough that the process's own memory is not what is tested.
-const PREDICTED_LEAST_BYTES: f64 = 300.0 * MIB;
+const PREDICTED_LEAST_BYTES: f64 = 200.0 * MIB;
 
 struct Figures {
     predicted: f64,
@@ -89,8 +89,16 @@ fn activations_that_are_recomputed_are_foreseen() {
 }
 
 #[test]
+fn small_micro_batches_and_long_sequences_are_foreseen() {
+    assert_resident_as_predicted("gpt2-mini", 256, 8, &["plan.micro_batch=2"]);
+    let long = ["plan.activations=recompute", "plan.micro_batch=5"];
+    assert_resident_as_predicted("gpt2-mini", 1024, 5, &long);
+}
+
+#[test]
 fn a_large_vocabulary_is_foreseen() {
     assert_resident_as_predicted("llama-15m", 128, 12, &["plan.activations=keep"]);
+    assert_resident_as_predicted("llama-15m", 128, 2, &["plan.activations=keep"]);
 }
 
 #[test]

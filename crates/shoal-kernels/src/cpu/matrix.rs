@@ -43,6 +43,10 @@ impl<'a> Target<'a> {
     }
 }
 
+/// Columns a kernel call gets at most. It copies them into a buffer of its own, up to the size of the last
+/// cache; so cut, that buffer stays at a few MiB a thread, which the stated constant of the process covers.
+const PACKED_COLUMNS: usize = 2048;
+
 /// One product on the calling thread: `out[m, n] (+)= scale * a * b`, each matrix as (pointer, row stride,
 /// column stride).
 ///
@@ -64,29 +68,31 @@ pub(super) unsafe fn single_product(
         // SAFETY: the same elements by other names.
         return unsafe { single_product((n, m, k), out, accumulate, transposed(b), transposed(a), scale) };
     }
-    // SAFETY: by this function's contract.
-    unsafe {
-        get_gemm_fn()(
-            m,
-            n,
-            k,
-            out.0,
-            out.2 as isize,
-            out.1 as isize,
-            accumulate,
-            a.0,
-            a.2 as isize,
-            a.1 as isize,
-            b.0,
-            b.2 as isize,
-            b.1 as isize,
-            1.0,
-            scale,
-            false,
-            false,
-            false,
-            Parallelism::None,
-        );
+    for first in (0..n).step_by(PACKED_COLUMNS) {
+        // SAFETY: by this function's contract; each round takes some columns of `b` and of `out`.
+        unsafe {
+            get_gemm_fn()(
+                m,
+                PACKED_COLUMNS.min(n - first),
+                k,
+                out.0.add(first * out.2),
+                out.2 as isize,
+                out.1 as isize,
+                accumulate,
+                a.0,
+                a.2 as isize,
+                a.1 as isize,
+                b.0.add(first * b.2),
+                b.2 as isize,
+                b.1 as isize,
+                1.0,
+                scale,
+                false,
+                false,
+                false,
+                Parallelism::None,
+            );
+        }
     }
 }
 

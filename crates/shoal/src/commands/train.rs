@@ -9,6 +9,7 @@ use serde_json::json;
 use shoal_engine::identity::Identity;
 use shoal_engine::{Run, RunEvent, RunSettings, StopReason};
 use shoal_model::{Chain, hugging_face};
+use shoal_plan::Planned;
 use shoal_state::checkpoint::Store;
 
 use crate::assemble::{self, LocalDevice};
@@ -118,6 +119,21 @@ fn lock(folder: &Path) -> Result<File> {
     Ok(file)
 }
 
+/// Where a run folder remembers how its batch was cut.
+const CHOSEN: &str = "plan (chosen)";
+
+/// The plan a run began with, if it still fits: how much memory is free must not change what a resumed run
+/// computes. A new run, or one that no longer fits, is planned afresh.
+fn resume_plan(job: &Job, chain: &Chain, device: &LocalDevice, there: Option<&Identity>) -> Result<Planned> {
+    let chosen = there.and_then(|there| there.free.get(CHOSEN)).map(|choice| assemble::chosen(job, choice));
+    if let Some(preferences) = chosen
+        && let Ok(planned) = assemble::plan(&Job { preferences, ..job.clone() }, chain, device)
+    {
+        return Ok(planned);
+    }
+    assemble::plan(job, chain, device)
+}
+
 /// Trains a job; also the demo's road.
 pub fn train(
     job: &Job,
@@ -129,22 +145,28 @@ pub fn train(
     let chain = Chain::new(&job.config);
     let config = hugging_face::write(&job.config, job.original_config.as_ref());
     // Another job's folder is refused before anything is written into it.
-    if let Some(there) = Identity::read(&job.run_folder)? {
+    let there = Identity::read(&job.run_folder)?;
+    if let Some(there) = &there {
         let fingerprint = there.fixed.get("data.train (its content)").and_then(|value| value.as_str());
         let keys = job.fixed_keys(fingerprint.unwrap_or_default());
-        Identity::new(keys, job.free_keys(), config.clone()).compare(&there, &job.run_folder)?;
+        Identity::new(keys, job.free_keys(), config.clone()).compare(there, &job.run_folder)?;
     }
     let device = LocalDevice::new(job.memory_bytes, job.threads);
-    let mut planned = assemble::plan(job, &chain, &device)?;
+    let mut planned = resume_plan(job, &chain, &device, there.as_ref())?;
     if let Some(file) = program {
         planned = assemble::with_program(planned, &chain, file)?;
     }
     std::fs::create_dir_all(&job.run_folder).map_err(CliError::at(&job.run_folder))?;
     let _lock = lock(&job.run_folder)?;
     let data = assemble::open_data(job, &job.run_folder.join("data"), &mut preparing(quiet))?;
-    let identity = Identity::new(job.fixed_keys(&data.train.fingerprint()), job.free_keys(), config);
-    if let Some(there) = Identity::read(&job.run_folder)? {
-        identity.compare(&there, &job.run_folder)?;
+    let mut free = job.free_keys();
+    free.insert(CHOSEN.into(), assemble::choice(&planned.plan));
+    let identity = Identity::new(job.fixed_keys(&data.train.fingerprint()), free, config);
+    if let Some(there) = &there {
+        identity.compare(there, &job.run_folder)?;
+        for change in identity.changes(there, &["train.optimizer", "train.schedule"]) {
+            eprintln!("note: {change}");
+        }
     }
     let store = Store::open(&job.run_folder.join("checkpoints"))?;
     let found = store.latest()?;

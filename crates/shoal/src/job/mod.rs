@@ -76,8 +76,16 @@ impl Job {
         let text = keys::with_overrides(file, &text, overrides)?;
         keys::check(file, &text)?;
         let raw: raw::Job = toml::from_str(&text).map_err(|error| {
+            // With --set the text is not the file's, so a line number would mislead: show the line itself.
+            let line = error
+                .span()
+                .and_then(|span| text.get(..span.start))
+                .map(|before| before.lines().count().max(1));
+            let shown = line.and_then(|line| text.lines().nth(line - 1)).unwrap_or_default();
+            let place =
+                line.filter(|_| overrides.is_empty()).map_or(String::new(), |line| format!(":{line}"));
             CliError::said(
-                format!("{}: {}", file.display(), error.to_string().trim_end()),
+                format!("{}{place}: `{}`: {}", file.display(), shown.trim(), error.message()),
                 "the keys and their types are in the file `shoal init` writes",
             )
         })?;
@@ -98,8 +106,7 @@ impl Job {
             ("data.shuffle".to_owned(), json!(self.shuffle)),
             ("train.global_batch".to_owned(), json!(self.global_batch)),
             ("train.seed".to_owned(), json!(self.seed)),
-            ("train.optimizer".to_owned(), json!(self.optimizer)),
-            ("train.schedule".to_owned(), json!(self.schedule)),
+            ("train.optimizer.kind".to_owned(), json!(self.optimizer.state_names())),
         ])
     }
 
@@ -109,6 +116,8 @@ impl Job {
             ("name".to_owned(), json!(self.name)),
             ("data.tokenizer".to_owned(), json!(self.tokenizer_path())),
             ("train.steps".to_owned(), json!(self.steps)),
+            ("train.optimizer".to_owned(), json!(self.optimizer)),
+            ("train.schedule".to_owned(), json!(self.schedule)),
         ])
     }
 
@@ -286,7 +295,7 @@ impl Validator<'_> {
     fn optimizer(&self, raw: raw::Optimizer) -> Result<OptimizerSettings> {
         let key = |name: &str| format!("train.optimizer.{name}");
         let bad = |name: &str, value: f64, hint: &str| Err(self.bad(&key(name), format!("is {value}"), hint));
-        if !(raw.lr.is_finite() && raw.lr > 0.0) {
+        if !((raw.lr as f32).is_finite() && raw.lr > 0.0) {
             return bad("lr", raw.lr, "the learning rate is a positive number");
         }
         if let Some(beta) = raw.betas.iter().find(|beta| !(0.0..1.0).contains(*beta)) {
@@ -374,8 +383,12 @@ impl Validator<'_> {
     }
 
     fn memory(&self, raw: &raw::Plan) -> Result<Option<u64>> {
-        let Some(text) = &raw.memory else { return Ok(None) };
-        units::bytes(text)
+        let text = match &raw.memory {
+            None => return Ok(None),
+            Some(raw::Size::Bytes(bytes)) => bytes.to_string(),
+            Some(raw::Size::Text(text)) => text.clone(),
+        };
+        units::bytes(&text)
             .map(Some)
             .map_err(|what| self.bad("plan.memory", what, "write \"512MiB\", \"4GiB\" or \"8GB\""))
     }

@@ -113,12 +113,20 @@ pub(super) struct Eval {
     pub every: String,
 }
 
+/// A size in bytes, or as people write it.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub(super) enum Size {
+    Bytes(u64),
+    Text(String),
+}
+
 #[derive(Default, Deserialize)]
 pub(super) struct Plan {
     pub micro_batch: Option<usize>,
     pub activations: Option<String>,
     pub order: Option<String>,
-    pub memory: Option<String>,
+    pub memory: Option<Size>,
     pub threads: Option<usize>,
 }
 
