@@ -367,7 +367,7 @@ fn the_run_folder_of_another_job_is_refused_by_the_key_that_differs() {
     assert!(files(&checkpoint_of(&folder.join("run"), 4)) == kept, "the refused jobs changed a checkpoint");
     assert_eq!(metrics(&folder.join("run")), lines, "the refused jobs changed the metrics");
     let fewer = folder.shoal(&["train", "job.toml", "--set", "train.steps=3"]);
-    fewer.fails(&["run", "already at step 4", "train.steps = 3"], "raise train.steps");
+    fewer.fails(&["run", "already at step 4", "train.steps = 3"], "raise it");
     // What the state does not depend on may change: how long, how it is cut, what it is called, how fast it
     // learns; the last is told.
     let settings = [

@@ -3,12 +3,8 @@
 mod common;
 
 use std::fs;
-use std::time::{Duration, Instant};
 
 use common::{Folder, JOB, files, metrics};
-
-/// What the demo promises on two cores.
-const DEMO_LIMIT: Duration = Duration::from_secs(60);
 
 #[test]
 fn init_writes_a_job_that_trains_exports_and_speaks() {
@@ -112,12 +108,9 @@ fn plan_shows_the_table_and_writes_nothing_unasked() {
 }
 
 #[test]
-fn the_demo_learns_to_add_in_under_a_minute() {
+fn the_demo_learns_to_add() {
     let folder = Folder::empty();
-    let started = Instant::now();
     let report = folder.shoal(&["demo", "--json"]).succeeds().json();
-    let took = started.elapsed();
-    assert!(took < DEMO_LIMIT, "it took {took:?}");
     assert!(report["share"].as_f64().unwrap() > 0.5, "most held-out sums are right: {report}");
     assert!(report["held_out"].as_u64().unwrap() > 500, "{report}");
     assert!(folder.join("shoal-demo/job.toml").is_file());

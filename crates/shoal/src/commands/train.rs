@@ -177,15 +177,17 @@ pub fn train(
     }
     let checkpoint = found.as_ref().map(|(checkpoint, _)| checkpoint);
     let resumed = checkpoint.map(|checkpoint| checkpoint.manifest().step);
-    if let Some(step) = resumed.filter(|step| *step > job.steps) {
-        return Err(CliError::said(
-            format!(
-                "{}: this run is already at step {step}, past train.steps = {}",
-                job.run_folder.display(),
-                job.steps
-            ),
-            "raise train.steps, or choose another folder with checkpoint.to",
-        ));
+    let ends = [("train.steps =", Some(job.steps)), ("--stop-at", stop_at)];
+    for (name, end) in ends.into_iter().filter_map(|(name, end)| Some((name, end?))) {
+        if let Some(step) = resumed.filter(|step| *step > end) {
+            return Err(CliError::said(
+                format!(
+                    "{}: this run is already at step {step}, past {name} {end}",
+                    job.run_folder.display()
+                ),
+                "raise it, or choose another folder with checkpoint.to",
+            ));
+        }
     }
     let peak = device.measure_rate()?;
     if !quiet {
