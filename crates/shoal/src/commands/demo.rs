@@ -116,7 +116,7 @@ shuffle = true
 
 [train]
 global_batch = 256
-steps = 700
+steps = 500
 seed = 0
 optimizer = { kind = "adamw", lr = 3e-3, betas = [0.9, 0.98], weight_decay = 0.1, clip_norm = 1.0 }
 schedule = { kind = "cosine", warmup = 50, final = 0.05 }
