@@ -89,9 +89,10 @@ impl Case {
         state
             .fill(&*device, &chain, |spec, out| {
                 init::fill(spec, 3, 0, out);
-                // Away from zeros and ones, so that no gradient vanishes by symmetry.
+                // Away from zeros and ones, so that no gradient vanishes by symmetry; and large against the
+                // steps of the differences below, so that these stay in the region where the loss is smooth.
                 let mut noise = vec![0.0; out.len()];
-                fill_normal(&mut noise, fold(11, spec.elements() as u64), 0, 0.05);
+                fill_normal(&mut noise, fold(11, spec.elements() as u64), 0, 0.3);
                 out.iter_mut().zip(&noise).for_each(|(value, noise)| *value += noise);
                 let step = direction_of(direction, &spec.name, out.len());
                 out.iter_mut().zip(&step).for_each(|(value, step)| *value += shift * step);
@@ -144,11 +145,13 @@ fn config() -> impl Strategy<Value = DecoderConfig> {
     (sizes, flags, 0usize..3).prop_map(|((layers, kv, group, half, vocabulary), flags, drop)| {
         let [gpt2, tied, bias, output_bias, mlp_bias] = flags;
         let (heads, head) = (kv * group, 2 * half);
+        // A norm over two or four numbers is nearly a step function: no difference could follow it.
+        let head = if gpt2 && heads * head < 8 { 8 } else { head };
         let mut config = if gpt2 {
             presets::gpt2(vocabulary, heads * head, layers, heads, 90)
         } else {
             // A head size of its own: queries need not be as wide as the model.
-            let mut llama = presets::llama(vocabulary, 10, layers, heads, kv, 14, 90, 1e4, tied);
+            let mut llama = presets::llama(vocabulary, 18, layers, heads, kv, 14, 90, 1e4, tied);
             llama.head_size = head;
             llama.attention_scale = 1.0 / (head as f32).sqrt();
             llama.qkv_bias = bias;
@@ -157,7 +160,8 @@ fn config() -> impl Strategy<Value = DecoderConfig> {
             llama
         };
         config.tied = tied;
-        let rate = [0.0, 0.1, 0.4][drop];
+        // Not so much that a whole row may be dropped: the norm of a row of zeros is infinitely steep.
+        let rate = [0.0, 0.1, 0.2][drop];
         config.dropout = Dropout { embedding: rate, attention: rate, residual: rate };
         config
     })
@@ -205,11 +209,11 @@ proptest! {
         let length = found.iter().flatten().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
         let loss = |shift: f32| case.run(&mut case.executor(shift, direction), &program, 0).loss();
         // Richardson: the error of the central difference falls with the fourth power of the step, so the
-        // step can be long enough for f32 losses.
-        let h = 4e-3f32;
+        // step can be long enough for losses in f32, whose rounding moves the quotient by some 4e-4.
+        let h = 1e-3f32;
         let central = |h: f32| (loss(h) - loss(-h)) / (2.0 * f64::from(h));
         let numeric = (4.0 * central(h / 2.0) - central(h)) / 3.0;
-        prop_assert!((numeric - slope).abs() <= 1e-2 * length.max(0.05),
+        prop_assert!((numeric - slope).abs() <= 1e-2 * length.max(0.2),
             "differences {numeric}, gradient {slope}, length {length}");
     }
 
@@ -218,12 +222,14 @@ proptest! {
     fn the_cut_of_the_batch_changes_nothing(case in case()) {
         let (_, whole) = case.plan(case.global_batch, false, false);
         let (_, cut) = case.own_plan();
-        let (losses, reference) = case.train(&whole, 3);
-        let (cut_losses, found) = case.train(&cut, 3);
+        // Gradients of the first step: AdamW turns the rounding of a gradient that is nearly zero into a
+        // whole step, so later ones may differ where losses do not.
+        let ((_, reference), (_, found)) = (case.train(&whole, 1), case.train(&cut, 1));
+        let (losses, cut_losses) = (case.train(&whole, 3).0, case.train(&cut, 3).0);
         for (a, b) in losses.iter().zip(&cut_losses) {
             prop_assert!((a - b).abs() <= 1e-5 * a.abs(), "{losses:?} against {cut_losses:?}");
         }
-        prop_assert!(relative(&reference, &found) <= 2e-4, "{}", relative(&reference, &found));
+        prop_assert!(relative(&reference, &found) <= 1e-5, "{}", relative(&reference, &found));
     }
 
     /// The bytes counted at the highest are the bytes forecast, and none are left over.
