@@ -171,3 +171,27 @@ fn text(log: &[c_char]) -> String {
     let bytes: Vec<u8> = log.iter().map(|byte| *byte as u8).collect();
     CStr::from_bytes_until_nul(&bytes).map_or(String::new(), |log| log.to_string_lossy().into_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The architectures we promise, as far as this machine's NVRTC knows them (13 dropped sm_70).
+    #[test]
+    fn the_kernels_compile_for_every_architecture() {
+        let Ok(compiler) = Compiler::find() else {
+            eprintln!("skipped: no NVRTC on this machine");
+            return;
+        };
+        let source = SOURCES.concat();
+        for capability in [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0)] {
+            match compiler.target(capability) {
+                Ok(target) if target.starts_with("sm_") => {
+                    let bytes = compile(&source, &target).unwrap_or_else(|error| panic!("{error}"));
+                    eprintln!("{target}: {} bytes of machine code", bytes.len());
+                }
+                _ => eprintln!("{capability:?}: not known to NVRTC {:?}", compiler.version),
+            }
+        }
+    }
+}

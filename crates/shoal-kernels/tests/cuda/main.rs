@@ -16,8 +16,13 @@ use shoal_kernels::device::SCALAR_ELEMENTS;
 use shoal_kernels::random::{fill_normal, fold, key_of};
 use shoal_kernels::{CpuDevice, CudaDevice, Device, Mat, MatMut, Tensor};
 
-/// Random shapes per operation.
+/// Random shapes per operation, unless `SHOAL_CUDA_CASES` asks for another number.
 const CASES: u64 = 60;
+
+fn cases() -> u64 {
+    let asked = std::env::var("SHOAL_CUDA_CASES").ok();
+    asked.map_or(CASES, |text| text.parse().expect("SHOAL_CUDA_CASES is a number"))
+}
 
 const BUDGET_BYTES: u64 = 1 << 30;
 
@@ -54,7 +59,7 @@ fn compare_within(what: &str, tolerance: f64, run: impl Fn(&dyn Device, Case) ->
     let Some(gpu) = gpu() else { return };
     let cpu = CpuDevice::new("cpu", 2, BUDGET_BYTES).unwrap();
     let mut worst = 0.0f64;
-    for seed in 0..CASES {
+    for seed in 0..cases() {
         let case = Case(fold(key_of(what), seed));
         let (expected, found, again) = (run(&cpu, case), run(gpu, case), run(gpu, case));
         assert_eq!((expected.len(), again.len()), (found.len(), found.len()), "{what}, case {seed}");
@@ -76,7 +81,7 @@ fn compare_within(what: &str, tolerance: f64, run: impl Fn(&dyn Device, Case) ->
             assert!(error <= tolerance * floor, "{label}: off by {:.2e}", error / floor);
         }
     }
-    eprintln!("{what}: {CASES} cases, off by at most {worst:.1e}");
+    eprintln!("{what}: {} cases, off by at most {worst:.1e}", cases());
 }
 
 /// One case's random choices.

@@ -113,6 +113,7 @@ pub(super) struct Plan {
     pub order: Option<String>,
     pub memory: Option<String>,
     pub threads: Option<usize>,
+    pub device: Option<String>,
 }
 
 fn bytes() -> String {
