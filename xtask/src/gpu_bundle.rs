@@ -81,7 +81,7 @@ fn executable(arguments: &[&str]) -> Result<PathBuf, String> {
     let found = text.lines().filter_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'));
     found
         .map(|(path, _)| PathBuf::from(path))
-        .last()
+        .next_back()
         .ok_or_else(|| format!("cargo {} names no executable", arguments.join(" ")))
 }
 

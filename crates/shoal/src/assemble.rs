@@ -22,9 +22,6 @@ use crate::machine;
 const CPU: &str = "cpu:0";
 const GPU: &str = "cuda:0";
 
-/// Room to measure a device's matrix rate in, beside what the device takes for itself.
-const RATE_BYTES: u64 = 64 << 20;
-
 /// Bytes the process takes beside what is counted: code, thread stacks, packing buffers of the matrix
 /// products, the tokenizer. Stated with every memory forecast. The packing buffers grow with the widest
 /// matrix: 10 MiB were measured with the smallest models, 22 with a vocabulary of 256, 54 with one of 32,000.
@@ -128,7 +125,7 @@ impl LocalDevice {
 
     /// The matrix rate, measured on memory of its own so that a small budget does not matter.
     pub fn measure_rate(&self) -> Result<f64> {
-        let device = self.open_with("rate measurement", RATE_BYTES + self.workspace_bytes())?;
+        let device = self.open_with("rate measurement", rate::BYTES_MAX + self.workspace_bytes())?;
         Ok(rate::matrix_flops_per_second(&*device)?)
     }
 }
