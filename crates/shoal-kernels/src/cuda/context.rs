@@ -37,25 +37,32 @@ pub struct GpuFacts {
     pub shared_bytes: usize,
 }
 
-/// Initialises the driver, once it is sure to be there.
-fn start_driver() -> Result {
+/// Initialises the driver, once it is sure to be there; false where it says that there is no GPU.
+fn start_driver() -> Result<bool> {
     // SAFETY: only asks whether the library can be loaded.
     if !unsafe { sys::is_culib_present() } {
         return Err(DeviceError::NoLibrary { library: "libcuda.so.1", part: "the NVIDIA driver" });
     }
-    result::init().map_err(|error| failed("cuda", "cuInit", error))?;
+    match result::init() {
+        Ok(()) => {}
+        // A driver without a GPU, or with all of them hidden by CUDA_VISIBLE_DEVICES.
+        Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => return Ok(false),
+        Err(error) => return Err(failed("cuda", "cuInit", error)),
+    }
     let mut version = 0;
     // SAFETY: writes one integer.
     check("cuda", "cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
     if version < OLDEST_DRIVER {
         return Err(DeviceError::OldDriver { found: version, needed: OLDEST_DRIVER });
     }
-    Ok(())
+    Ok(true)
 }
 
 /// GPUs of this machine; an error says why none can be used.
 pub(super) fn count() -> Result<usize> {
-    start_driver()?;
+    if !start_driver()? {
+        return Ok(0);
+    }
     match result::device::get_count() {
         Ok(count) => Ok(count as usize),
         Err(error) => Err(failed("cuda", "cuDeviceGetCount", error)),

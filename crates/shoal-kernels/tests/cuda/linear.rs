@@ -2,7 +2,7 @@
 
 use shoal_kernels::Linear;
 
-use crate::{Case, Strided, before, compare, read, tensor};
+use crate::{Case, SUM_TOLERANCE, Strided, before, compare, compare_within, read, tensor};
 
 struct Shape {
     rows: usize,
@@ -53,7 +53,7 @@ fn linear_input_gradient() {
 
 #[test]
 fn linear_weight_gradient() {
-    compare("linear_weight_gradient", |device, case| {
+    compare_within("linear_weight_gradient", SUM_TOLERANCE, |device, case| {
         let Shape { rows, inputs, outputs, in_out, accumulate } = shape(case);
         let x = Strided::new(device, case, "x", rows, inputs, Some(&case.normal("x", rows * inputs)));
         let dy = Strided::new(device, case, "dy", rows, outputs, Some(&case.normal("dy", rows * outputs)));
@@ -65,7 +65,7 @@ fn linear_weight_gradient() {
 
 #[test]
 fn bias_gradient() {
-    compare("bias_gradient", |device, case| {
+    compare_within("bias_gradient", SUM_TOLERANCE, |device, case| {
         let Shape { rows, outputs, accumulate, .. } = shape(case);
         let dy = Strided::new(device, case, "dy", rows, outputs, Some(&case.normal("dy", rows * outputs)));
         let mut gradient = before(device, case, accumulate, outputs);

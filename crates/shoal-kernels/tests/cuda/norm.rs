@@ -2,7 +2,7 @@
 
 use shoal_kernels::{Device, NormKind};
 
-use crate::{Case, Strided, before, compare, read, tensor, unwritten};
+use crate::{Case, SUM_TOLERANCE, Strided, before, compare, compare_within, read, tensor, unwritten};
 
 const EPS: f32 = 1e-5;
 
@@ -48,7 +48,7 @@ fn norm_and_norm_again() {
 
 #[test]
 fn norm_gradients() {
-    compare("norm gradients", |device, case| {
+    compare_within("norm gradients", SUM_TOLERANCE, |device, case| {
         let shape = shape(case);
         let (rows, cols) = (shape.rows, shape.cols);
         let x = input(device, case, &shape);
