@@ -1,6 +1,7 @@
-//! `cargo xtask test` and `cargo xtask bench`: everything a contributor or CI runs, in one place.
+//! `cargo xtask test`, `bench` and `gpu-bundle`: everything a contributor or CI runs, in one place.
 
 mod bench;
+mod gpu_bundle;
 
 use std::env;
 use std::path::PathBuf;
@@ -8,7 +9,8 @@ use std::process::{Command, ExitCode};
 
 const USAGE: &str = "cargo xtask test         formatting, lints, every test
 cargo xtask bench cpu    training speed beside PyTorch's, where a Python with PyTorch is found
-                         (PYTHON names it; else python3)";
+                         (PYTHON names it; else python3)
+cargo xtask gpu-bundle   target/gpu-bundle: tests and the binary for a GPU machine without Rust or network";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();
@@ -16,6 +18,7 @@ fn main() -> ExitCode {
     let result = match words[..] {
         ["test"] => test(),
         ["bench", "cpu"] => bench::cpu(),
+        ["gpu-bundle"] => gpu_bundle::build(),
         _ => Err(USAGE.to_owned()),
     };
     match result {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
-use shoal_kernels::{CpuDevice, Device};
+use shoal_kernels::{CpuDevice, CudaDevice, Device};
 use shoal_model::{Chain, hugging_face};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings};
 use shoal_plan::one_device::table;
@@ -23,13 +23,36 @@ use crate::executor::{Batch, Executor, StepInput};
 use crate::import::import;
 use crate::state::ModelState;
 
-/// How to cut the batch, and what to keep.
+/// What the comparison runs on.
+#[derive(Clone, Copy, Debug)]
+pub enum GoldenDevice {
+    Cpu { threads: usize },
+    Cuda { ordinal: usize },
+}
+
+impl GoldenDevice {
+    fn open(self) -> Result<Arc<dyn Device>> {
+        Ok(match self {
+            GoldenDevice::Cpu { threads } => Arc::new(CpuDevice::new("cpu", threads, BUDGET_BYTES)?),
+            GoldenDevice::Cuda { ordinal } => Arc::new(CudaDevice::new("cuda", ordinal, BUDGET_BYTES)?),
+        })
+    }
+
+    fn workspace_bytes(self) -> u64 {
+        match self {
+            GoldenDevice::Cpu { threads } => CpuDevice::workspace_bytes(threads),
+            GoldenDevice::Cuda { .. } => CudaDevice::workspace_bytes(),
+        }
+    }
+}
+
+/// How to cut the batch, what to keep, and where.
 #[derive(Clone, Copy, Debug)]
 pub struct GoldenSettings {
     pub micro_batch: Option<usize>,
     pub activations: Option<Activations>,
     pub layer_first: bool,
-    pub threads: usize,
+    pub device: GoldenDevice,
 }
 
 /// Differences from the reference, each relative to what the reference says.
@@ -185,7 +208,8 @@ pub fn check(dir: &Path, settings: GoldenSettings) -> Result<GoldenReport> {
         clip_norm: Some(1.0),
     };
     let first = expected.rows("")?;
-    let bench = Bench { chain: &chain, folder: &folder, optimizer: &optimizer, settings };
+    let device = settings.device.open()?;
+    let bench = Bench { chain: &chain, folder: &folder, optimizer: &optimizer, settings, device };
     let (losses_found, norms_found, gradients) = {
         let batches: Vec<Rows> =
             (0..).map_while(|index| expected.rows(&format!("batch{index}.")).ok()).collect();
@@ -220,6 +244,7 @@ struct Bench<'a> {
     folder: &'a Folder,
     optimizer: &'a OptimizerSettings,
     settings: GoldenSettings,
+    device: Arc<dyn Device>,
 }
 
 /// Memory for the comparison: golden models are small.
@@ -227,7 +252,7 @@ const BUDGET_BYTES: u64 = 4 << 30;
 
 impl Bench<'_> {
     fn executor(&self, sequence: usize, train: bool) -> Result<Executor> {
-        let device: Arc<dyn Device> = Arc::new(CpuDevice::new("cpu", self.settings.threads, BUDGET_BYTES)?);
+        let device = self.device.clone();
         let optimizer = train.then_some(self.optimizer);
         let mut state = ModelState::allocate(&*device, self.chain, sequence, optimizer)?;
         import(self.folder, &*device, self.chain, &mut state)?;
@@ -235,8 +260,8 @@ impl Bench<'_> {
     }
 
     fn offer(&self) -> DeviceOffer {
-        let workspace_bytes = CpuDevice::workspace_bytes(self.settings.threads);
-        DeviceOffer { name: "cpu".into(), budget_bytes: BUDGET_BYTES, workspace_bytes }
+        let workspace_bytes = self.settings.device.workspace_bytes();
+        DeviceOffer { name: self.device.name().into(), budget_bytes: BUDGET_BYTES, workspace_bytes }
     }
 
     fn shape(&self, rows: &Rows) -> StepShape {

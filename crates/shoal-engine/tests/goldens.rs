@@ -1,13 +1,22 @@
 //! The mathematics of GPT-2, Llama and Qwen2 against transformers: logits, every gradient, and twelve steps
-//! of AdamW, whichever micro-batches cut the batch and whatever is kept.
+//! of AdamW, whichever micro-batches cut the batch and whatever is kept; on the CPU, and on a GPU where there
+//! is one.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use shoal_engine::golden::{GoldenSettings, check};
+use shoal_engine::golden::{GoldenDevice, GoldenSettings, check};
+use shoal_kernels::CudaDevice;
 use shoal_plan::Activations;
 
-fn compare(model: &str) {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(model);
+/// The golden folder of a model: beside this file, or where `SHOAL_GOLDENS` says, for binaries that run on
+/// another machine than they were built on.
+fn golden(model: &str) -> PathBuf {
+    let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    std::env::var_os("SHOAL_GOLDENS").map_or_else(beside, PathBuf::from).join(model)
+}
+
+fn compare_on(model: &str, device: GoldenDevice, tolerance: f64) -> f64 {
+    let mut worst_of_all = 0.0f64;
     for micro_batch in [1, 2, 3, 4] {
         for activations in [Activations::Keep, Activations::Recompute] {
             for layer_first in [false, true] {
@@ -15,12 +24,30 @@ fn compare(model: &str) {
                     micro_batch: Some(micro_batch),
                     activations: Some(activations),
                     layer_first,
-                    threads: 2,
+                    device,
                 };
-                let report = check(&dir, settings).unwrap_or_else(|error| panic!("{model}: {error}"));
+                let report =
+                    check(&golden(model), settings).unwrap_or_else(|error| panic!("{model}: {error}"));
                 let worst = report.worst_of_all();
-                assert!(worst <= 1e-4, "{model}, {settings:?}: {worst:e}\n{report:#?}");
+                assert!(worst <= tolerance, "{model}, {settings:?}: {worst:e}\n{report:#?}");
+                worst_of_all = worst_of_all.max(worst);
             }
+        }
+    }
+    worst_of_all
+}
+
+fn compare(model: &str) {
+    compare_on(model, GoldenDevice::Cpu { threads: 2 }, 1e-4);
+}
+
+fn compare_on_gpu(model: &str) {
+    match CudaDevice::count() {
+        Ok(0) => eprintln!("skipped: no GPU on this machine"),
+        Err(error) => eprintln!("skipped: no GPU on this machine: {error}"),
+        Ok(_) => {
+            let worst = compare_on(model, GoldenDevice::Cuda { ordinal: 0 }, 1e-3);
+            eprintln!("{model} on the GPU: off by at most {worst:.1e}");
         }
     }
 }
@@ -38,4 +65,19 @@ fn llama_agrees_with_transformers() {
 #[test]
 fn qwen2_agrees_with_transformers() {
     compare("qwen2");
+}
+
+#[test]
+fn gpt2_agrees_on_a_gpu() {
+    compare_on_gpu("gpt2");
+}
+
+#[test]
+fn llama_agrees_on_a_gpu() {
+    compare_on_gpu("llama");
+}
+
+#[test]
+fn qwen2_agrees_on_a_gpu() {
+    compare_on_gpu("qwen2");
 }

@@ -7,14 +7,17 @@
 //! - [`random`]: numbers as a pure function of where they are used, so that dropout and initial weights do
 //!   not notice the plan.
 //! - [`cpu`]: those operations on the cores of this machine (AVX-512, AVX2 or plain, found at start).
+//! - [`cuda`]: the same on an NVIDIA GPU, whose libraries are looked for when one is opened.
 
 pub mod cpu;
+pub mod cuda;
 pub mod device;
 pub mod memory;
 pub mod random;
 pub mod tensor;
 
 pub use cpu::CpuDevice;
+pub use cuda::CudaDevice;
 pub use device::{
     AdamW, AttentionShape, Clip, Device, DropoutSite, Linear, LossMode, Mat, MatMut, NormKind, Sgd,
 };

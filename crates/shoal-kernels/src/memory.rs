@@ -22,6 +22,8 @@ pub enum MemoryError {
     OverBudget { device: String, who: String, asked: u64, used: u64, budget: u64, short: u64 },
     #[error("{device}: {who} asks for {asked} bytes, which no hole between the blocks in use can take")]
     Fragmented { device: String, who: String, asked: u64 },
+    #[error("{device}: {who} asks for {asked} bytes, which the system does not have: {system}")]
+    Commit { device: String, who: String, asked: u64, system: String },
     #[error("{device}: the system refused to reserve {bytes} bytes of addresses: {source}")]
     Reserve { device: String, bytes: u64, source: std::io::Error },
 }
@@ -32,6 +34,9 @@ impl MemoryError {
             MemoryError::OverBudget { .. } | MemoryError::Fragmented { .. } => {
                 "give the device a larger budget, or train with smaller micro-batches or recomputation".into()
             }
+            MemoryError::Commit { .. } => {
+                "something else uses the device's memory: end it, or give this run a smaller budget".into()
+            }
             MemoryError::Reserve { .. } => {
                 "lower the device's budget, or raise the limit on address space (ulimit -v)".into()
             }
@@ -39,23 +44,68 @@ impl MemoryError {
     }
 }
 
+/// A reserved range of addresses, on the host or on a device. Addresses cost nothing; memory stands behind
+/// them once committed.
+pub(crate) trait AddressSpace: Send + Sync {
+    /// The first address, a multiple of [`GRANULE_BYTES`].
+    fn base(&self) -> *mut u8;
+
+    fn length(&self) -> usize;
+
+    /// Makes sure that memory stands behind the first `end` bytes; otherwise what the system said.
+    fn commit(&self, end: usize) -> Result<(), String>;
+
+    /// Whether the host may read and write these addresses.
+    fn on_host(&self) -> bool;
+}
+
+/// Host memory: the system puts pages behind addresses when they are touched.
+struct HostSpace {
+    base: *mut u8,
+    length: usize,
+    /// Keeps the range mapped.
+    _mapping: MmapMut,
+}
+
+// SAFETY: `base` is only turned into slices by `Block`, which owns its range exclusively.
+unsafe impl Send for HostSpace {}
+// SAFETY: as above.
+unsafe impl Sync for HostSpace {}
+
+impl AddressSpace for HostSpace {
+    fn base(&self) -> *mut u8 {
+        self.base
+    }
+
+    fn length(&self) -> usize {
+        self.length
+    }
+
+    fn commit(&self, _end: usize) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn on_host(&self) -> bool {
+        true
+    }
+}
+
 /// A device's memory.
 pub struct Arena {
     device: String,
     budget: u64,
-    /// The reserved range. Never read or written through this handle, only through the blocks cut from it.
-    base: *mut u8,
-    /// Keeps the range mapped.
-    _mapping: MmapMut,
+    space: Box<dyn AddressSpace>,
     free: Mutex<FreeList>,
-    /// Fills new blocks with NaN, so that a test sees a read of memory nothing wrote.
+    /// Fills new blocks with NaN, so that a test sees a read of memory nothing wrote. Host memory only.
     poison: bool,
 }
 
-// SAFETY: `base` is only turned into slices by `Block`, which owns its range exclusively.
-unsafe impl Send for Arena {}
-// SAFETY: as above; the free list is behind a mutex.
-unsafe impl Sync for Arena {}
+/// Addresses reserved for a budget. They cost nothing until touched: twice the budget leaves room for the
+/// holes that training leaves between blocks. (No fixed factor is enough for every order of calls; a step's
+/// order, the same each time, stays far below.)
+pub(crate) fn reserve_bytes(budget: u64) -> usize {
+    (2 * budget as usize + (64 << 20)).next_multiple_of(1 << 21)
+}
 
 /// Which ranges are free, and how much was in use at the highest.
 struct FreeList {
@@ -76,24 +126,20 @@ impl Arena {
     }
 
     fn build(device: &str, budget: u64, poison: bool) -> Result<Arc<Arena>, MemoryError> {
-        // Addresses cost nothing until touched: twice the budget leaves room for the holes that training
-        // leaves between blocks. (No fixed factor is enough for every order of calls; a step's order, the
-        // same each time, stays far below.)
-        let reserve = (2 * budget as usize + (64 << 20)).next_multiple_of(1 << 21);
-        let refused = |source| MemoryError::Reserve { device: device.into(), bytes: reserve as u64, source };
-        let mut mapping = MmapOptions::new().len(reserve).no_reserve_swap().map_anon().map_err(refused)?;
+        let length = reserve_bytes(budget);
+        let refused = |source| MemoryError::Reserve { device: device.into(), bytes: length as u64, source };
+        let mut mapping = MmapOptions::new().len(length).no_reserve_swap().map_anon().map_err(refused)?;
         // Large pages spare the matrix products most of their address translations; a refusal is harmless.
         let _ = mapping.advise(memmap2::Advice::HugePage);
-        let base = mapping.as_mut_ptr();
-        let free = FreeList { ranges: BTreeMap::from([(0, reserve)]), used: 0, peak: 0 };
-        Ok(Arc::new(Arena {
-            device: device.into(),
-            budget,
-            base,
-            _mapping: mapping,
-            free: Mutex::new(free),
-            poison,
-        }))
+        let space = HostSpace { base: mapping.as_mut_ptr(), length, _mapping: mapping };
+        Ok(Arena::over(device, budget, Box::new(space), poison))
+    }
+
+    /// An arena over any addresses.
+    pub(crate) fn over(device: &str, budget: u64, space: Box<dyn AddressSpace>, poison: bool) -> Arc<Arena> {
+        let ranges = BTreeMap::from([(0, space.length())]);
+        let free = Mutex::new(FreeList { ranges, used: 0, peak: 0 });
+        Arc::new(Arena { device: device.into(), budget, space, free, poison })
     }
 
     fn free_list(&self) -> MutexGuard<'_, FreeList> {
@@ -139,6 +185,12 @@ impl Arena {
         let Some((offset, size)) = fit else {
             return Err(MemoryError::Fragmented { device: self.device.clone(), who: who.into(), asked });
         };
+        self.space.commit(offset + length).map_err(|system| MemoryError::Commit {
+            device: self.device.clone(),
+            who: who.into(),
+            asked,
+            system,
+        })?;
         free.ranges.remove(&offset);
         if size > length {
             free.ranges.insert(offset + length, size - length);
@@ -182,11 +234,16 @@ impl Block {
     /// First byte of the block, aligned to [`GRANULE_BYTES`].
     pub(crate) fn start(&self) -> *mut u8 {
         // SAFETY: the free list only hands out ranges inside the mapping.
-        unsafe { self.arena.base.add(self.offset) }
+        unsafe { self.arena.space.base().add(self.offset) }
     }
 
     pub(crate) fn length(&self) -> usize {
         self.length
+    }
+
+    /// Whether the host may read and write the block.
+    pub(crate) fn on_host(&self) -> bool {
+        self.arena.space.on_host()
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {

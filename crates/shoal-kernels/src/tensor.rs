@@ -52,22 +52,37 @@ impl Tensor {
         self.block.length()
     }
 
+    /// The first element's address, on whichever device it is.
+    pub(crate) fn address(&self) -> *mut u8 {
+        self.block.start()
+    }
+
+    fn assert_on_host(&self) {
+        assert!(self.block.on_host(), "the host reads a device's memory: go through Device::host_floats");
+    }
+
+    /// # Panics
+    /// If the memory is not the host's; likewise below.
     pub fn floats(&self) -> &[f32] {
+        self.assert_on_host();
         // SAFETY: the block is at least 4 * elements bytes, aligned, initialised, and any bits are an f32.
         unsafe { std::slice::from_raw_parts(self.block.start().cast(), self.elements) }
     }
 
     pub fn floats_mut(&mut self) -> &mut [f32] {
+        self.assert_on_host();
         // SAFETY: as for `floats`, and `&mut self` makes the access exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.block.start().cast(), self.elements) }
     }
 
     pub fn integers(&self) -> &[i32] {
+        self.assert_on_host();
         // SAFETY: as for `floats`; any bits are an i32.
         unsafe { std::slice::from_raw_parts(self.block.start().cast(), self.elements) }
     }
 
     pub fn integers_mut(&mut self) -> &mut [i32] {
+        self.assert_on_host();
         // SAFETY: as for `integers`, and `&mut self` makes the access exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.block.start().cast(), self.elements) }
     }

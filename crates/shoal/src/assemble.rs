@@ -9,7 +9,8 @@ use serde_json::{Value, json};
 use shoal_data::{Dataset, DatasetSpec, Tokenizer};
 use shoal_engine::import::import;
 use shoal_engine::{Executor, ModelState, rate};
-use shoal_kernels::{CpuDevice, Device};
+use shoal_kernels::cuda::GpuFacts;
+use shoal_kernels::{CpuDevice, CudaDevice, Device};
 use shoal_model::Chain;
 use shoal_nn::{OptimizerSettings, init};
 use shoal_plan::{
@@ -19,11 +20,12 @@ use shoal_plan::{
 use shoal_state::hugging_face::Folder;
 
 use crate::error::{CliError, Result};
-use crate::job::{Job, Weights};
+use crate::job::{DeviceChoice, Job, Weights};
 use crate::machine;
 
-/// The device's name in plans, errors and metrics.
-pub const DEVICE: &str = "cpu:0";
+/// The devices' names in plans and errors.
+const CPU: &str = "cpu:0";
+const GPU: &str = "cuda:0";
 
 /// Bytes the process takes beside what is counted: code, thread stacks, packing buffers of the matrix
 /// products, the tokenizer. Stated with every memory forecast. From tiny models to half a billion parameters,
@@ -33,8 +35,10 @@ pub const PROCESS_BYTES: u64 = 20 << 20;
 /// The share of the available memory a device gets where the job sets no budget.
 const DEFAULT_SHARE: f64 = 0.9;
 
-/// The local device, described.
+/// The local device, described: the processor, or the first GPU.
 pub struct LocalDevice {
+    /// Where it is a GPU.
+    pub gpu: Option<GpuFacts>,
     pub processor: String,
     pub threads: usize,
     pub instruction_set: &'static str,
@@ -42,11 +46,34 @@ pub struct LocalDevice {
 }
 
 impl LocalDevice {
+    /// What a job asks for. A machine with a GPU whose libraries are missing is an error, not a silent
+    /// hundredfold of the time.
+    pub fn choose(
+        choice: DeviceChoice,
+        memory_bytes: Option<u64>,
+        threads: Option<usize>,
+    ) -> Result<LocalDevice> {
+        let device = LocalDevice::new(memory_bytes, threads);
+        let on_gpu = match choice {
+            DeviceChoice::Cpu => false,
+            DeviceChoice::Auto => CudaDevice::count().is_ok_and(|count| count > 0),
+            DeviceChoice::Cuda => true,
+        };
+        if !on_gpu {
+            return Ok(device);
+        }
+        let (facts, free_bytes) = CudaDevice::probe(0)?;
+        let budget_bytes = memory_bytes.unwrap_or((free_bytes as f64 * DEFAULT_SHARE) as u64);
+        Ok(LocalDevice { gpu: Some(facts), budget_bytes, ..device })
+    }
+
+    /// The processor.
     pub fn new(memory_bytes: Option<u64>, threads: Option<usize>) -> LocalDevice {
         let threads = threads.unwrap_or_else(machine::cores);
         let available = machine::available_bytes().saturating_sub(PROCESS_BYTES);
         let budget_bytes = memory_bytes.unwrap_or((available as f64 * DEFAULT_SHARE) as u64);
         LocalDevice {
+            gpu: None,
             processor: machine::processor(),
             threads,
             instruction_set: CpuDevice::instruction_set(),
@@ -54,22 +81,70 @@ impl LocalDevice {
         }
     }
 
-    pub fn offer(&self) -> DeviceOffer {
-        DeviceOffer {
-            name: DEVICE.into(),
-            budget_bytes: self.budget_bytes,
-            workspace_bytes: CpuDevice::workspace_bytes(self.threads),
+    /// An error where the model has a size this device has no kernel for.
+    fn assert_takes(&self, job: &Job) -> Result {
+        let Some(facts) = &self.gpu else { return Ok(()) };
+        let (head, most) = (job.config.head_size, CudaDevice::head_size_max(facts));
+        if head <= most {
+            return Ok(());
+        }
+        Err(CliError::said(
+            format!("{GPU} ({}): heads of {head} are wider than the {most} it can train", facts.model),
+            "set plan.device = \"cpu\"",
+        ))
+    }
+
+    /// The device's kind, as metrics name it.
+    pub fn kind(&self) -> &str {
+        self.gpu.as_ref().map_or(&self.processor, |facts| &facts.model)
+    }
+
+    /// One line for people.
+    pub fn describe(&self) -> String {
+        match &self.gpu {
+            Some(facts) => {
+                let (major, minor) = facts.capability;
+                format!("{}, {} multiprocessors, sm_{major}{minor}", facts.model, facts.multiprocessors)
+            }
+            None => format!("{}, {} threads, {}", self.processor, self.threads, self.instruction_set),
         }
     }
 
+    fn workspace_bytes(&self) -> u64 {
+        match self.gpu {
+            Some(_) => CudaDevice::workspace_bytes(),
+            None => CpuDevice::workspace_bytes(self.threads),
+        }
+    }
+
+    pub fn offer(&self) -> DeviceOffer {
+        DeviceOffer {
+            name: self.name().into(),
+            budget_bytes: self.budget_bytes,
+            workspace_bytes: self.workspace_bytes(),
+        }
+    }
+
+    /// The device's name in plans and errors.
+    fn name(&self) -> &'static str {
+        if self.gpu.is_some() { GPU } else { CPU }
+    }
+
     pub fn open(&self) -> Result<Arc<dyn Device>> {
-        Ok(Arc::new(CpuDevice::new(DEVICE, self.threads, self.budget_bytes)?))
+        self.open_with(self.name(), self.budget_bytes)
+    }
+
+    fn open_with(&self, name: &str, budget_bytes: u64) -> Result<Arc<dyn Device>> {
+        Ok(match self.gpu {
+            Some(_) => Arc::new(CudaDevice::new(name, 0, budget_bytes)?),
+            None => Arc::new(CpuDevice::new(name, self.threads, budget_bytes)?),
+        })
     }
 
     /// The matrix rate, measured on memory of its own so that a small budget does not matter.
     pub fn measure_rate(&self) -> Result<f64> {
-        let device = CpuDevice::new("rate measurement", self.threads, 64 << 20)?;
-        Ok(rate::matrix_flops_per_second(&device)?)
+        let device = self.open_with("rate measurement", rate::BYTES_MAX + self.workspace_bytes())?;
+        Ok(rate::matrix_flops_per_second(&*device)?)
     }
 }
 
@@ -108,6 +183,7 @@ pub fn plan(job: &Job, chain: &Chain, device: &LocalDevice) -> Result<Planned> {
         sequence: job.sequence,
         optimizer_states: job.optimizer.state_names().len(),
     };
+    device.assert_takes(job)?;
     Ok(plan_one_device(chain, shape, &device.offer(), job.preferences)?)
 }
 

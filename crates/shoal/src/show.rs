@@ -76,13 +76,7 @@ pub fn banner(
         planned.plan.layers.iter().any(|row| row.compute[0].activations == Activations::Recompute);
     let lines = [
         format!("shoal {} · {}", env!("CARGO_PKG_VERSION"), job.name),
-        format!(
-            "  device   {}, {} threads, {}, {:.0} GFLOP/s measured",
-            device.processor,
-            device.threads,
-            device.instruction_set,
-            peak / 1e9
-        ),
+        format!("  device   {}, {:.0} GFLOP/s measured", device.describe(), peak / 1e9),
         format!(
             "  model    {architecture}, {} parameters: {} layers of {}, vocabulary {}",
             short(chain.parameters() as f64),

@@ -36,6 +36,10 @@ impl Device for CpuDevice {
         self.pool.install(work);
     }
 
+    fn wait(&self) -> Result {
+        Ok(())
+    }
+
     fn set_scalar(&self, scalar: &mut Tensor, value: f64) -> Result {
         self.write_scalar(scalar, value);
         Ok(())

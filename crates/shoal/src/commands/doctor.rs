@@ -5,10 +5,12 @@ use std::path::Path;
 use std::time::Instant;
 
 use serde_json::json;
+use shoal_kernels::CudaDevice;
+use shoal_kernels::device::DeviceError;
 
 use crate::assemble::{LocalDevice, PROCESS_BYTES};
 use crate::error::{CliError, Result};
-use crate::job::bytes_text;
+use crate::job::{DeviceChoice, bytes_text};
 use crate::machine;
 
 #[derive(clap::Args)]
@@ -24,7 +26,7 @@ pub fn run(options: Options) -> Result {
     let device = LocalDevice::new(None, None);
     let flops = device.measure_rate()?;
     let disk = disk_bytes_per_second(Path::new("."));
-    let gpu = Path::new("/dev/nvidia0").exists();
+    let gpu = find_gpu();
     if options.json {
         println!(
             "{}",
@@ -34,7 +36,12 @@ pub fn run(options: Options) -> Result {
                 "instruction_set": device.instruction_set, "matrix_flops_per_second": flops,
                 "memory_total_bytes": machine::total_bytes(), "memory_available_bytes": machine::available_bytes(),
                 "default_budget_bytes": device.budget_bytes,
-                "disk_write_bytes_per_second": disk.as_ref().ok(), "nvidia_gpu_present": gpu, "gpu_used": false,
+                "disk_write_bytes_per_second": disk.as_ref().ok(),
+                "nvidia_gpu_present": !matches!(gpu, Ok(None)), "gpu_used": matches!(gpu, Ok(Some(_))),
+                "gpu": gpu.as_ref().ok().and_then(Option::as_ref).map(|(gpu, flops)| json!({
+                    "kind": gpu.kind(), "matrix_flops_per_second": flops,
+                    "default_budget_bytes": gpu.budget_bytes,
+                })),
             })
         );
         return Ok(());
@@ -59,12 +66,36 @@ pub fn run(options: Options) -> Result {
         Ok(rate) => println!("ok    disk        {}/s writing here", bytes_text(rate as u64)),
         Err(error) => println!("fix   disk        this folder cannot be written: {error}"),
     }
-    if gpu {
-        println!("note  GPU         an NVIDIA GPU is present; this version trains on the processor only");
-    } else {
-        println!("note  GPU         none found; this version trains on the processor only");
+    match gpu {
+        Ok(Some((gpu, flops))) => println!(
+            "ok    GPU         {}, {:.0} GFLOP/s in fp32, measured; a job trains on it, with {}, unless plan.device says otherwise",
+            gpu.describe(),
+            flops / 1e9,
+            bytes_text(gpu.budget_bytes)
+        ),
+        Ok(None) => println!("note  GPU         none found: jobs train on the processor"),
+        Err(error) => {
+            println!("fix   GPU         {error}");
+            if let Some(hint) = error.hint() {
+                println!("                  {hint}");
+            }
+        }
     }
     Ok(())
+}
+
+/// The GPU with its measured rate, where there is one; an error where there is one that cannot be used.
+fn find_gpu() -> Result<Option<(LocalDevice, f64)>> {
+    match CudaDevice::count() {
+        // No driver on a machine without a GPU is nothing to fix.
+        Ok(0) => return Ok(None),
+        Err(DeviceError::NoLibrary { .. }) if !Path::new("/dev/nvidia0").exists() => return Ok(None),
+        Ok(_) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let gpu = LocalDevice::choose(DeviceChoice::Cuda, None, None)?;
+    let flops = gpu.measure_rate()?;
+    Ok(Some((gpu, flops)))
 }
 
 /// Writes a temporary file in the folder and flushes it to the disk.

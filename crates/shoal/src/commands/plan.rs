@@ -33,7 +33,7 @@ pub struct Options {
 pub fn run(options: Options) -> Result {
     let job = Job::read(&options.job, &options.set)?;
     let chain = Chain::new(&job.config);
-    let device = LocalDevice::new(job.memory_bytes, job.threads);
+    let device = LocalDevice::choose(job.device, job.memory_bytes, job.threads)?;
     let planned = assemble::plan(&job, &chain, &device)?;
     if let Some(path) = &options.table {
         write_json(path, &planned.plan)?;

@@ -151,7 +151,7 @@ pub fn train(
         let keys = job.fixed_keys(fingerprint.unwrap_or_default());
         Identity::new(keys, job.free_keys(), config.clone()).compare(there, &job.run_folder)?;
     }
-    let device = LocalDevice::new(job.memory_bytes, job.threads);
+    let device = LocalDevice::choose(job.device, job.memory_bytes, job.threads)?;
     let mut planned = resume_plan(job, &chain, &device, there.as_ref())?;
     if let Some(file) = program {
         planned = assemble::with_program(planned, &chain, file)?;
@@ -208,7 +208,7 @@ pub fn train(
         checkpoints_kept: job.checkpoints_kept,
         eval_every: job.eval.as_ref().map(|(_, every)| *every),
         flops_per_sample: chain.training_flops(job.sequence),
-        device_kind: device.processor.clone(),
+        device_kind: device.kind().to_owned(),
         peak_flops_per_second: peak,
     };
     let predicted_bytes = planned.memory.total();

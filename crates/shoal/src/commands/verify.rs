@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::ValueEnum;
 use serde_json::json;
-use shoal_engine::golden::{GoldenSettings, check};
+use shoal_engine::golden::{GoldenDevice, GoldenSettings, check};
 use shoal_plan::Activations;
 
 use crate::error::{CliError, Result};
@@ -14,6 +14,12 @@ use crate::machine;
 enum Kept {
     Keep,
     Recompute,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Where {
+    Cpu,
+    Cuda,
 }
 
 #[derive(clap::Args)]
@@ -30,6 +36,9 @@ pub struct Options {
     /// All micro-batches of a layer before the next layer
     #[arg(long)]
     layer_first: bool,
+    /// What to compute on
+    #[arg(long, value_enum, default_value_t = Where::Cpu)]
+    device: Where,
     /// The largest relative difference that passes
     #[arg(long, default_value_t = 1e-4)]
     tolerance: f64,
@@ -45,7 +54,10 @@ pub fn run(options: Options) -> Result {
             Kept::Recompute => Activations::Recompute,
         }),
         layer_first: options.layer_first,
-        threads: machine::cores(),
+        device: match options.device {
+            Where::Cpu => GoldenDevice::Cpu { threads: machine::cores() },
+            Where::Cuda => GoldenDevice::Cuda { ordinal: 0 },
+        },
     };
     let mut failed = Vec::new();
     for folder in &options.folders {

@@ -17,7 +17,7 @@ const KEYS: &[(&str, &[&str])] = &[
     ("train.schedule", &["kind", "warmup", "final"]),
     ("checkpoint", &["to", "every", "keep"]),
     ("eval", &["data", "every"]),
-    ("plan", &["micro_batch", "activations", "order", "memory", "threads"]),
+    ("plan", &["micro_batch", "activations", "order", "memory", "threads", "device"]),
 ];
 
 /// The closest of the names, if any is close.

@@ -30,6 +30,15 @@ pub enum Weights {
     Folder(PathBuf),
 }
 
+/// What a job wants to be trained on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// A GPU where there is one.
+    Auto,
+    Cpu,
+    Cuda,
+}
+
 /// A validated job.
 #[derive(Clone, Debug)]
 pub struct Job {
@@ -58,6 +67,7 @@ pub struct Job {
     /// The device's budget, where the job sets one.
     pub memory_bytes: Option<u64>,
     pub threads: Option<usize>,
+    pub device: DeviceChoice,
 }
 
 impl Job {
@@ -173,7 +183,7 @@ impl Validator<'_> {
         if train.precision != "fp32" {
             let known = ["bf16", "fp16"].contains(&train.precision.as_str());
             let (what, hint) = if known {
-                ("needs a GPU, which this version does not use yet", "set precision = \"fp32\"")
+                ("is not supported by this version yet", "set precision = \"fp32\"")
             } else {
                 ("is not a precision", "the precisions are fp32, bf16 and fp16")
             };
@@ -229,6 +239,7 @@ impl Validator<'_> {
             preferences: self.preferences(&raw.plan)?,
             memory_bytes: self.memory(&raw.plan)?,
             threads: self.threads(&raw.plan)?,
+            device: self.device(&raw.plan)?,
         })
     }
 
@@ -391,6 +402,18 @@ impl Validator<'_> {
         units::bytes(&text)
             .map(Some)
             .map_err(|what| self.bad("plan.memory", what, "write \"512MiB\", \"4GiB\" or \"8GB\""))
+    }
+
+    fn device(&self, raw: &raw::Plan) -> Result<DeviceChoice> {
+        match raw.device.as_deref() {
+            None | Some("auto") => Ok(DeviceChoice::Auto),
+            Some("cpu") => Ok(DeviceChoice::Cpu),
+            Some("cuda") => Ok(DeviceChoice::Cuda),
+            Some(other) => {
+                let hint = "set it to \"cpu\", \"cuda\" or \"auto\"";
+                Err(self.bad("plan.device", format!("is \"{other}\""), hint))
+            }
+        }
     }
 
     fn threads(&self, raw: &raw::Plan) -> Result<Option<usize>> {

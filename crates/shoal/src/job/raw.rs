@@ -128,6 +128,7 @@ pub(super) struct Plan {
     pub order: Option<String>,
     pub memory: Option<Size>,
     pub threads: Option<usize>,
+    pub device: Option<String>,
 }
 
 fn bytes() -> String {

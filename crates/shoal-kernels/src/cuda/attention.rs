@@ -1,0 +1,196 @@
+//! Attention: which kernel suits the head's size and the device's shared memory.
+
+use super::CudaDevice;
+use super::launch::{DropoutParameter, Grid, Parameter, THREADS, parameter};
+use crate::device::{AttentionShape, DropoutSite, Result};
+use crate::tensor::Tensor;
+
+/// The largest head that the kernels' registers hold.
+const SIZE_MAX: usize = 256;
+/// Sides of a block: SIDE of attention.cu.
+const SIDE: usize = 16;
+
+/// `Attention` of attention.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ShapeParameter {
+    samples: i64,
+    sequence: i64,
+    heads: i64,
+    kv_heads: i64,
+    size: i64,
+    scale: f32,
+}
+
+// SAFETY: struct Attention.
+unsafe impl Parameter for ShapeParameter {}
+
+impl From<AttentionShape> for ShapeParameter {
+    fn from(shape: AttentionShape) -> ShapeParameter {
+        ShapeParameter {
+            samples: shape.samples as i64,
+            sequence: shape.sequence as i64,
+            heads: shape.heads as i64,
+            kv_heads: shape.kv_heads as i64,
+            size: shape.head_size as i64,
+            scale: shape.scale,
+        }
+    }
+}
+
+/// A forward kernel: its tile and the widest head it takes.
+struct Forward {
+    tile: usize,
+    size_max: usize,
+    name: &'static str,
+}
+
+const FORWARD: [Forward; 3] = [
+    Forward { tile: 64, size_max: 64, name: "attention_64_64" },
+    Forward { tile: 32, size_max: 128, name: "attention_32_128" },
+    Forward { tile: 16, size_max: 256, name: "attention_16_256" },
+];
+
+/// The two backward kernels of one tile and width, the faster ones first.
+struct Backward {
+    tile: usize,
+    size_max: usize,
+    query: &'static str,
+    key_value: &'static str,
+}
+
+const BACKWARD: [Backward; 4] = [
+    Backward { tile: 32, size_max: 64, query: "query_gradient_32_64", key_value: "key_value_gradient_32_64" },
+    Backward {
+        tile: 32,
+        size_max: 128,
+        query: "query_gradient_32_128",
+        key_value: "key_value_gradient_32_128",
+    },
+    Backward {
+        tile: 16,
+        size_max: 128,
+        query: "query_gradient_16_128",
+        key_value: "key_value_gradient_16_128",
+    },
+    Backward {
+        tile: 16,
+        size_max: 256,
+        query: "query_gradient_16_256",
+        key_value: "key_value_gradient_16_256",
+    },
+];
+
+/// Bytes of `tiles` tiles of rows and `scores` tiles of scores.
+fn shared_bytes(tile: usize, size: usize, tiles: usize, scores: usize) -> usize {
+    4 * (tiles * tile * (size + 1) + scores * tile * (tile + 1))
+}
+
+/// The widest head that forward and backward take with so much shared memory a block.
+pub(super) fn head_size_max(shared_bytes_max: usize) -> usize {
+    let fits = |size: &usize| {
+        BACKWARD.iter().any(|kernel| {
+            *size <= kernel.size_max && shared_bytes(kernel.tile, *size, 4, 2) <= shared_bytes_max
+        })
+    };
+    (1..=SIZE_MAX).rev().find(fits).unwrap_or(0)
+}
+
+fn assert_shape(shape: &AttentionShape) {
+    assert!(shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads));
+    assert!(shape.head_size <= SIZE_MAX, "heads of {} are wider than {SIZE_MAX}", shape.head_size);
+}
+
+fn grid(shape: &AttentionShape, heads: usize, tile: usize, shared_bytes: usize) -> Grid {
+    let blocks = [shape.sequence.div_ceil(tile), heads, shape.samples];
+    Grid { blocks, threads: [SIDE, SIDE], shared_bytes }
+}
+
+impl CudaDevice {
+    pub(super) fn attend(
+        &self,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        qkv: &Tensor,
+        out: &mut Tensor,
+        logsumexp: &mut Tensor,
+    ) -> Result {
+        assert_shape(&shape);
+        assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
+        assert_eq!(out.len(), shape.rows() * shape.query_width());
+        assert_eq!(logsumexp.len(), shape.rows() * shape.heads);
+        let room = |kernel: &&Forward| {
+            kernel.size_max >= shape.head_size
+                && shared_bytes(kernel.tile, shape.head_size, 2, 1) <= self.facts.shared_bytes
+        };
+        let kernel = FORWARD.iter().find(room).expect("some tile fits every GPU's shared memory");
+        let shared = shared_bytes(kernel.tile, shape.head_size, 2, 1);
+        let grid = grid(&shape, shape.heads, kernel.tile, shared);
+        let (shape, site) = (ShapeParameter::from(shape), DropoutParameter::from(dropout));
+        let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
+        let mut parameters =
+            [parameter(&shape), parameter(&site), parameter(&qkv), parameter(&out), parameter(&logsumexp)];
+        // SAFETY: the lengths are asserted against the shape, which bounds what the kernel touches.
+        unsafe { self.kernels.launch(kernel.name, grid, &mut parameters) }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn attend_backward(
+        &self,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        qkv: &Tensor,
+        out: &Tensor,
+        logsumexp: &Tensor,
+        out_gradient: &Tensor,
+        delta: &mut Tensor,
+        qkv_gradient: &mut Tensor,
+    ) -> Result {
+        assert_shape(&shape);
+        assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
+        assert_eq!(qkv_gradient.len(), qkv.len());
+        assert_eq!((out.len(), out_gradient.len()), (shape.rows() * shape.query_width(), out.len()));
+        assert_eq!((logsumexp.len(), delta.len()), (shape.rows() * shape.heads, logsumexp.len()));
+        let room = |kernel: &&Backward| {
+            kernel.size_max >= shape.head_size
+                && shared_bytes(kernel.tile, shape.head_size, 4, 2) <= self.facts.shared_bytes
+        };
+        let kernel = BACKWARD.iter().find(room).unwrap_or_else(|| {
+            panic!("heads of {} need more shared memory than this GPU has", shape.head_size)
+        });
+        let shared = shared_bytes(kernel.tile, shape.head_size, 4, 2);
+        let units = shape.rows() * shape.heads;
+        let by_query = grid(&shape, shape.heads, kernel.tile, shared);
+        let by_key = grid(&shape, shape.kv_heads, kernel.tile, shared);
+        let size = shape.head_size;
+        let (shape, site) = (ShapeParameter::from(shape), DropoutParameter::from(dropout));
+        let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
+        let (out_gradient, delta, qkv_gradient) = (out_gradient.at(0), delta.at(0), qkv_gradient.at(0));
+        let mut first = [
+            parameter(&units),
+            parameter(&size),
+            parameter(&out),
+            parameter(&out_gradient),
+            parameter(&delta),
+        ];
+        let mut parameters = [
+            parameter(&shape),
+            parameter(&site),
+            parameter(&qkv),
+            parameter(&logsumexp),
+            parameter(&out_gradient),
+            parameter(&delta),
+            parameter(&qkv_gradient),
+        ];
+        // SAFETY: as in `attend`. The kernels write different columns of the gradient, all of them.
+        unsafe {
+            self.kernels.launch(
+                "attention_delta",
+                Grid::blocks((32 * units).div_ceil(THREADS)),
+                &mut first,
+            )?;
+            self.kernels.launch(kernel.query, by_query, &mut parameters)?;
+            self.kernels.launch(kernel.key_value, by_key, &mut parameters)
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! Kernels from source to machine code: compiled by NVRTC at the first start on a kind of GPU, kept on disk
+//! by content from then on. The build needs no CUDA toolkit, the kernels need no headers.
+
+use std::ffi::{CStr, CString, c_char};
+use std::path::PathBuf;
+
+use cudarc::nvrtc::{result, sys};
+
+use crate::device::{DeviceError, Result};
+use crate::random::key_of;
+
+/// The kernels, as one program; `common.cu` comes first.
+const SOURCES: [&str; 7] = [
+    include_str!("kernels/common.cu"),
+    include_str!("kernels/elementwise.cu"),
+    include_str!("kernels/norm.cu"),
+    include_str!("kernels/embedding.cu"),
+    include_str!("kernels/loss.cu"),
+    include_str!("kernels/optimizer.cu"),
+    include_str!("kernels/attention.cu"),
+];
+
+/// Machine code (or PTX) for a GPU, ready for the driver.
+pub(super) struct Image {
+    pub(super) bytes: Vec<u8>,
+    /// Where it is kept.
+    path: Option<PathBuf>,
+    /// It came from the disk.
+    pub(super) cached: bool,
+}
+
+impl Image {
+    /// The kernels for a compute capability.
+    pub(super) fn get(capability: (i32, i32)) -> Result<Image> {
+        Image::build(capability, true)
+    }
+
+    /// Compiled anew: what the disk held does not load.
+    pub(super) fn fresh(capability: (i32, i32)) -> Result<Image> {
+        Image::build(capability, false)
+    }
+
+    fn build(capability: (i32, i32), from_disk: bool) -> Result<Image> {
+        let compiler = Compiler::find()?;
+        let target = compiler.target(capability)?;
+        let source = SOURCES.concat();
+        let (major, minor) = compiler.version;
+        let name = format!("kernels-{target}-nvrtc{major}.{minor}-{:016x}", key_of(&source));
+        let path = cache_folder().map(|folder| folder.join(name));
+        let kept = path.as_ref().filter(|_| from_disk).and_then(|path| std::fs::read(path).ok());
+        if let Some(bytes) = kept.filter(|bytes| !bytes.is_empty()) {
+            return Ok(Image { bytes, path, cached: true });
+        }
+        let image = Image { bytes: compile(&source, &target)?, path, cached: false };
+        image.keep();
+        Ok(image)
+    }
+
+    /// Writes the image beside its place and moves it there. A cache that cannot be written is no error:
+    /// the next start compiles again.
+    fn keep(&self) {
+        let Some(path) = &self.path else { return };
+        let beside = path.with_extension(format!("part{}", std::process::id()));
+        let written = path
+            .parent()
+            .map_or(Ok(()), std::fs::create_dir_all)
+            .and_then(|()| std::fs::write(&beside, &self.bytes))
+            .and_then(|()| std::fs::rename(&beside, path));
+        if written.is_err() {
+            let _ = std::fs::remove_file(&beside);
+        }
+    }
+}
+
+fn cache_folder() -> Option<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let caches = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
+    Some(caches.join("shoal"))
+}
+
+fn failed(call: &'static str, error: result::NvrtcError) -> DeviceError {
+    DeviceError::Compile { call, said: format!("{:?}", error.0) }
+}
+
+/// NVRTC as found on this machine.
+struct Compiler {
+    version: (i32, i32),
+}
+
+impl Compiler {
+    fn find() -> Result<Compiler> {
+        // SAFETY: only asks whether the library can be loaded.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(DeviceError::NoLibrary { library: "libnvrtc.so", part: "the kernel compiler NVRTC" });
+        }
+        let (mut major, mut minor) = (0, 0);
+        // SAFETY: writes two integers.
+        unsafe { sys::nvrtcVersion(&mut major, &mut minor) }
+            .result()
+            .map_err(|error| failed("nvrtcVersion", error))?;
+        Ok(Compiler { version: (major, minor) })
+    }
+
+    /// The target to compile for: the GPU's own architecture, or, where this NVRTC is older than the GPU,
+    /// the newest it knows as PTX for the driver to finish.
+    fn target(&self, (major, minor): (i32, i32)) -> Result<String> {
+        let own = 10 * major + minor;
+        let mut count = 0;
+        // SAFETY: writes one integer.
+        unsafe { sys::nvrtcGetNumSupportedArchs(&mut count) }
+            .result()
+            .map_err(|error| failed("nvrtcGetNumSupportedArchs", error))?;
+        let mut known = vec![0; count.max(0) as usize];
+        // SAFETY: writes as many integers as it said.
+        unsafe { sys::nvrtcGetSupportedArchs(known.as_mut_ptr()) }
+            .result()
+            .map_err(|error| failed("nvrtcGetSupportedArchs", error))?;
+        if known.contains(&own) {
+            return Ok(format!("sm_{own}"));
+        }
+        match known.into_iter().filter(|arch| *arch < own).max() {
+            Some(arch) => Ok(format!("compute_{arch}")),
+            None => Err(DeviceError::OldGpu { capability: own, nvrtc: self.version }),
+        }
+    }
+}
+
+/// Owns a program until it is compiled and read.
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: created in `compile`, destroyed once.
+        let _ = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+fn compile(source: &str, target: &str) -> Result<Vec<u8>> {
+    let source = CString::new(source).expect("the kernels' source has no zero byte");
+    let program = result::create_program(&source, Some(c"shoal_kernels.cu"))
+        .map(Program)
+        .map_err(|error| failed("nvrtcCreateProgram", error))?;
+    let options = [format!("--gpu-architecture={target}"), "--std=c++17".to_owned()];
+    // SAFETY: the program is alive.
+    if let Err(error) = unsafe { result::compile_program(program.0, &options) } {
+        // SAFETY: the program is alive.
+        let log = unsafe { result::get_program_log(program.0) }.unwrap_or_default();
+        let said = format!("{:?} for {target}: {}", error.0, text(&log));
+        return Err(DeviceError::Compile { call: "nvrtcCompileProgram", said });
+    }
+    if target.starts_with("compute_") {
+        // SAFETY: the program was compiled. PTX ends in a zero byte, as the driver wants it.
+        let ptx = unsafe { result::get_ptx(program.0) }.map_err(|error| failed("nvrtcGetPTX", error))?;
+        return Ok(ptx.into_iter().map(|byte| byte as u8).collect());
+    }
+    let mut size = 0;
+    // SAFETY: the program was compiled; writes one number.
+    unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }
+        .result()
+        .map_err(|error| failed("nvrtcGetCUBINSize", error))?;
+    let mut bytes = vec![0u8; size];
+    // SAFETY: writes as many bytes as it said.
+    unsafe { sys::nvrtcGetCUBIN(program.0, bytes.as_mut_ptr().cast()) }
+        .result()
+        .map_err(|error| failed("nvrtcGetCUBIN", error))?;
+    Ok(bytes)
+}
+
+/// A log up to its zero byte.
+fn text(log: &[c_char]) -> String {
+    let bytes: Vec<u8> = log.iter().map(|byte| *byte as u8).collect();
+    CStr::from_bytes_until_nul(&bytes).map_or(String::new(), |log| log.to_string_lossy().into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The architectures we promise, as far as this machine's NVRTC knows them (13 dropped sm_70).
+    #[test]
+    fn the_kernels_compile_for_every_architecture() {
+        let Ok(compiler) = Compiler::find() else {
+            eprintln!("skipped: no NVRTC on this machine");
+            return;
+        };
+        let source = SOURCES.concat();
+        for capability in [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0)] {
+            match compiler.target(capability) {
+                Ok(target) if target.starts_with("sm_") => {
+                    let bytes = compile(&source, &target).unwrap_or_else(|error| panic!("{error}"));
+                    eprintln!("{target}: {} bytes of machine code", bytes.len());
+                }
+                _ => eprintln!("{capability:?}: not known to NVRTC {:?}", compiler.version),
+            }
+        }
+    }
+}

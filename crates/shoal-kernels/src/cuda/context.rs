@@ -1,0 +1,223 @@
+//! The driver's context of one GPU and the stream that all its work goes through. One stream, in order:
+//! a block that is freed and taken again is used by later work only, so the arena needs no events.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::{DriverError, result, sys};
+
+use crate::device::{DeviceError, Result};
+
+/// The driver's first version that has all we call.
+const OLDEST_DRIVER: i32 = 12000;
+
+/// A GPU, opened.
+pub(super) struct Context {
+    name: String,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+}
+
+// SAFETY: the driver's handles may be used from any thread; each call makes the context current first.
+unsafe impl Send for Context {}
+// SAFETY: as above; the driver orders concurrent calls on a stream itself.
+unsafe impl Sync for Context {}
+
+/// What a device can do, as the driver says.
+#[derive(Clone, Debug)]
+pub struct GpuFacts {
+    /// The model, for people.
+    pub model: String,
+    /// Major and minor, as in sm_90.
+    pub capability: (i32, i32),
+    pub multiprocessors: usize,
+    pub memory_bytes: u64,
+    /// Bytes of shared memory that a block may ask for.
+    pub shared_bytes: usize,
+}
+
+/// Initialises the driver, once it is sure to be there; false where it says that there is no GPU.
+fn start_driver() -> Result<bool> {
+    // SAFETY: only asks whether the library can be loaded.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(DeviceError::NoLibrary { library: "libcuda.so.1", part: "the NVIDIA driver" });
+    }
+    match result::init() {
+        Ok(()) => {}
+        // A driver without a GPU, or with all of them hidden by CUDA_VISIBLE_DEVICES.
+        Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => return Ok(false),
+        Err(error) => return Err(failed("cuda", "cuInit", error)),
+    }
+    let mut version = 0;
+    // SAFETY: writes one integer.
+    check("cuda", "cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
+    if version < OLDEST_DRIVER {
+        return Err(DeviceError::OldDriver { found: version, needed: OLDEST_DRIVER });
+    }
+    Ok(true)
+}
+
+/// GPUs of this machine; an error says why none can be used.
+pub(super) fn count() -> Result<usize> {
+    if !start_driver()? {
+        return Ok(0);
+    }
+    match result::device::get_count() {
+        Ok(count) => Ok(count as usize),
+        Err(error) => Err(failed("cuda", "cuDeviceGetCount", error)),
+    }
+}
+
+/// A driver's refusal as our error.
+pub(super) fn failed(device: &str, call: &'static str, error: DriverError) -> DeviceError {
+    let system = match (error.error_name(), error.error_string()) {
+        (Ok(name), Ok(text)) => format!("{}: {}", name.to_string_lossy(), text.to_string_lossy()),
+        _ => format!("{:?}", error.0),
+    };
+    DeviceError::Driver { device: device.into(), call, system }
+}
+
+pub(super) fn check(device: &str, call: &'static str, result: sys::CUresult) -> Result {
+    result.result().map_err(|error| failed(device, call, error))
+}
+
+impl Context {
+    pub(super) fn open(name: &str, ordinal: usize) -> Result<Arc<Context>> {
+        let found = count()?;
+        if ordinal >= found {
+            return Err(DeviceError::NoGpu { asked: ordinal, found });
+        }
+        let refused = |call| move |error| failed(name, call, error);
+        let device = result::device::get(ordinal as i32).map_err(refused("cuDeviceGet"))?;
+        // SAFETY: the device comes from the driver; it is released when `Context` is dropped.
+        let context =
+            unsafe { result::primary_ctx::retain(device) }.map_err(refused("cuDevicePrimaryCtxRetain"))?;
+        // From here on, dropping gives back what was taken.
+        let mut opened = Context { name: name.into(), device, context, stream: std::ptr::null_mut() };
+        opened.enter()?;
+        opened.stream = result::stream::create(result::stream::StreamKind::NonBlocking)
+            .map_err(refused("cuStreamCreate"))?;
+        Ok(Arc::new(opened))
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn device(&self) -> sys::CUdevice {
+        self.device
+    }
+
+    pub(super) fn stream(&self) -> sys::CUstream {
+        self.stream
+    }
+
+    pub(super) fn check(&self, call: &'static str, result: sys::CUresult) -> Result {
+        check(&self.name, call, result)
+    }
+
+    /// Makes the context current on this thread.
+    pub(super) fn enter(&self) -> Result {
+        // SAFETY: the context is retained for as long as `self` lives.
+        unsafe { result::ctx::set_current(self.context) }
+            .map_err(|error| failed(&self.name, "cuCtxSetCurrent", error))
+    }
+
+    pub(super) fn facts(&self) -> Result<GpuFacts> {
+        use sys::CUdevice_attribute as Attribute;
+        let attribute = |what| {
+            // SAFETY: the device comes from the driver.
+            unsafe { result::device::get_attribute(self.device, what) }
+                .map_err(|error| failed(&self.name, "cuDeviceGetAttribute", error))
+        };
+        let model = result::device::get_name(self.device)
+            .map_err(|error| failed(&self.name, "cuDeviceGetName", error))?;
+        // SAFETY: as above.
+        let memory_bytes = unsafe { result::device::total_mem(self.device) }
+            .map_err(|error| failed(&self.name, "cuDeviceTotalMem", error))?
+            as u64;
+        Ok(GpuFacts {
+            model,
+            capability: (
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+            memory_bytes,
+            shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
+                as usize,
+        })
+    }
+
+    /// Bytes free on the card now.
+    pub(super) fn free_bytes(&self) -> Result<u64> {
+        self.enter()?;
+        let (free, _) = result::mem_get_info().map_err(|error| failed(&self.name, "cuMemGetInfo", error))?;
+        Ok(free as u64)
+    }
+
+    /// Waits for everything asked so far; errors of earlier kernels come out here.
+    pub(super) fn wait(&self) -> Result {
+        self.enter()?;
+        // SAFETY: the stream lives as long as `self`.
+        self.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream) })
+    }
+
+    /// Copies host memory over in the stream's order. The driver has read `from` when this returns: memory
+    /// that is not pinned is staged first.
+    ///
+    /// # Safety
+    /// `to` is device memory of at least that many bytes.
+    pub(super) unsafe fn copy_in<T: Copy>(&self, to: u64, from: &[T]) -> Result {
+        if from.is_empty() {
+            return Ok(());
+        }
+        self.enter()?;
+        let (source, bytes) = (from.as_ptr().cast::<c_void>(), size_of_val(from));
+        // SAFETY: `from` is that long; `to` by this function's contract.
+        self.check("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoDAsync_v2(to, source, bytes, self.stream) })
+    }
+
+    /// Copies device memory to the host and waits for it.
+    ///
+    /// # Safety
+    /// `from` is device memory of at least that many bytes.
+    pub(super) unsafe fn copy_out<T: Copy>(&self, to: &mut [T], from: u64) -> Result {
+        if to.is_empty() {
+            return Ok(());
+        }
+        self.enter()?;
+        let (target, bytes) = (to.as_mut_ptr().cast::<c_void>(), size_of_val(to));
+        // SAFETY: `to` is that long and borrowed until the wait below is over; `from` by the contract.
+        let copied = unsafe { sys::cuMemcpyDtoHAsync_v2(target, from, bytes, self.stream) };
+        self.check("cuMemcpyDtoH", copied)?;
+        self.wait()
+    }
+
+    /// Clears `words` 4-byte elements.
+    ///
+    /// # Safety
+    /// `at` is device memory of at least that many elements.
+    pub(super) unsafe fn clear(&self, at: u64, words: usize) -> Result {
+        if words == 0 {
+            return Ok(());
+        }
+        self.enter()?;
+        // SAFETY: by this function's contract.
+        self.check("cuMemsetD32", unsafe { sys::cuMemsetD32Async(at, 0, words, self.stream) })
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // What fails now has been reported by an earlier call, or has nobody left to hear it.
+        let _ = self.enter();
+        if !self.stream.is_null() {
+            // SAFETY: nobody else has the stream.
+            let _ = unsafe { result::stream::destroy(self.stream) };
+        }
+        // SAFETY: retained in `open`, released once.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}

@@ -1,0 +1,41 @@
+//! Causal attention and its gradients: heads up to 256, grouped queries, sequences on both sides of the
+//! tiles, with dropout and without.
+
+use shoal_kernels::{AttentionShape, DropoutSite};
+
+use crate::{Case, compare, read, tensor, unwritten};
+
+fn shape(case: Case) -> AttentionShape {
+    let (samples, sequence, kv_heads, group) = (
+        case.pick("samples", &[1, 2, 3]),
+        case.pick("sequence", &[1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 130, 200, 513]),
+        case.pick("kv_heads", &[1, 2, 3]),
+        case.pick("group", &[1, 2, 4]),
+    );
+    let head_size = case.pick("head_size", &[1, 3, 8, 17, 32, 64, 65, 80, 96, 128, 129, 200, 256]);
+    let scale = case.pick("sharpness", &[0.5f32, 1.0, 3.0]) / (head_size as f32).sqrt();
+    AttentionShape { samples, sequence, heads: kv_heads * group, kv_heads, head_size, scale }
+}
+
+#[test]
+fn attention_forward_and_backward() {
+    compare("attention", |device, case| {
+        let shape = shape(case);
+        let site = case.yes("dropout").then(|| DropoutSite {
+            rate: 0.2,
+            key: case.number("key"),
+            first_sample: case.number("first") % 100,
+        });
+        let qkv = tensor(device, &case.normal("qkv", shape.rows() * shape.qkv_width()));
+        let mut out = unwritten(device, shape.rows() * shape.query_width());
+        let mut logsumexp = unwritten(device, shape.rows() * shape.heads);
+        device.attention(shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
+        let out_gradient = tensor(device, &case.normal("dout", out.len()));
+        let mut delta = unwritten(device, logsumexp.len());
+        let mut gradient = unwritten(device, qkv.len());
+        device
+            .attention_backward(shape, site, &qkv, &out, &logsumexp, &out_gradient, &mut delta, &mut gradient)
+            .unwrap();
+        vec![read(device, &out), read(device, &logsumexp), read(device, &gradient)]
+    });
+}

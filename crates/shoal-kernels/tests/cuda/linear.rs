@@ -1,0 +1,75 @@
+//! Linear layers and their gradients, in both layouts of the weight and on strided matrices.
+
+use shoal_kernels::Linear;
+
+use crate::{Case, SUM_TOLERANCE, Strided, before, compare, compare_within, read, tensor};
+
+struct Shape {
+    rows: usize,
+    inputs: usize,
+    outputs: usize,
+    in_out: bool,
+    accumulate: bool,
+}
+
+fn shape(case: Case) -> Shape {
+    Shape {
+        rows: case.rows("rows"),
+        inputs: case.side("inputs"),
+        outputs: case.side("outputs"),
+        in_out: case.yes("in_out"),
+        accumulate: case.yes("accumulate"),
+    }
+}
+
+#[test]
+fn linear() {
+    compare("linear", |device, case| {
+        let Shape { rows, inputs, outputs, in_out, .. } = shape(case);
+        let x = Strided::new(device, case, "x", rows, inputs, Some(&case.normal("x", rows * inputs)));
+        let weight = tensor(device, &case.normal("weight", inputs * outputs));
+        let bias = case.yes("bias").then(|| tensor(device, &case.normal("bias", outputs)));
+        let residual = case.yes("residual").then(|| tensor(device, &case.normal("residual", rows * outputs)));
+        let mut out = Strided::new(device, case, "out", rows, outputs, None);
+        let linear = Linear { weight: &weight, inputs, outputs, in_out };
+        device.linear(x.mat(), linear, bias.as_ref(), residual.as_ref(), out.mat_mut()).unwrap();
+        vec![read(device, &out.tensor)]
+    });
+}
+
+#[test]
+fn linear_input_gradient() {
+    compare("linear_input_gradient", |device, case| {
+        let Shape { rows, inputs, outputs, in_out, accumulate } = shape(case);
+        let dy = Strided::new(device, case, "dy", rows, outputs, Some(&case.normal("dy", rows * outputs)));
+        let weight = tensor(device, &case.normal("weight", inputs * outputs));
+        let earlier = case.normal("before", rows * inputs);
+        let mut dx = Strided::new(device, case, "dx", rows, inputs, accumulate.then_some(earlier.as_slice()));
+        let linear = Linear { weight: &weight, inputs, outputs, in_out };
+        device.linear_input_gradient(dy.mat(), linear, dx.mat_mut(), accumulate).unwrap();
+        vec![read(device, &dx.tensor)]
+    });
+}
+
+#[test]
+fn linear_weight_gradient() {
+    compare_within("linear_weight_gradient", SUM_TOLERANCE, |device, case| {
+        let Shape { rows, inputs, outputs, in_out, accumulate } = shape(case);
+        let x = Strided::new(device, case, "x", rows, inputs, Some(&case.normal("x", rows * inputs)));
+        let dy = Strided::new(device, case, "dy", rows, outputs, Some(&case.normal("dy", rows * outputs)));
+        let mut gradient = before(device, case, accumulate, inputs * outputs);
+        device.linear_weight_gradient(x.mat(), dy.mat(), &mut gradient, in_out, accumulate).unwrap();
+        vec![read(device, &gradient)]
+    });
+}
+
+#[test]
+fn bias_gradient() {
+    compare_within("bias_gradient", SUM_TOLERANCE, |device, case| {
+        let Shape { rows, outputs, accumulate, .. } = shape(case);
+        let dy = Strided::new(device, case, "dy", rows, outputs, Some(&case.normal("dy", rows * outputs)));
+        let mut gradient = before(device, case, accumulate, outputs);
+        device.bias_gradient(dy.mat(), &mut gradient, accumulate).unwrap();
+        vec![read(device, &gradient)]
+    });
+}

@@ -1,0 +1,119 @@
+//! `cargo xtask gpu-bundle`: everything a GPU machine needs to run the tests, in one folder. Such machines
+//! often have neither Rust nor a network, so the binaries are built here, stripped, and run as they are.
+
+use std::env;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::root;
+
+/// The most a bundle may weigh: it travels often.
+const BYTES_MAX: u64 = 64 << 20;
+
+/// Name in the bundle, and what cargo builds it from.
+const TESTS: [(&str, &[&str]); 3] = [
+    ("kernels-cuda", &["--package", "shoal-kernels", "--test", "cuda"]),
+    ("kernels-unit", &["--package", "shoal-kernels", "--lib"]),
+    ("goldens", &["--package", "shoal-engine", "--test", "goldens"]),
+];
+
+/// Runs every test, each to its end, and says how many failed.
+const SCRIPT: &str = r#"#!/bin/sh
+# Runs the GPU tests of this bundle and prints a summary. Arguments go to every test binary.
+cd "$(dirname "$0")" || exit 1
+export SHOAL_GOLDENS="$PWD/golden"
+failed=""
+run() {
+    name="$1"; shift
+    echo "== $name"
+    "$@" || failed="$failed $name"
+}
+run doctor ./shoal doctor
+run kernels ./kernels-cuda --nocapture "$@"
+run compile ./kernels-unit cuda --nocapture
+run goldens ./goldens on_a_gpu --nocapture
+run verify ./shoal verify --device cuda --tolerance 1e-3 golden/gpt2 golden/llama golden/qwen2
+if [ -z "$failed" ]; then echo "== all passed"; else echo "== FAILED:$failed"; exit 1; fi
+"#;
+
+pub fn build() -> Result<(), String> {
+    let bundle = root().join("target/gpu-bundle");
+    let said = |path: &Path| {
+        let path = path.display().to_string();
+        move |error: std::io::Error| format!("{path}: {error}")
+    };
+    if bundle.exists() {
+        fs::remove_dir_all(&bundle).map_err(said(&bundle))?;
+    }
+    fs::create_dir_all(&bundle).map_err(said(&bundle))?;
+    for (name, target) in TESTS {
+        let arguments = [&["test", "--release", "--no-run"], target].concat();
+        strip(&executable(&arguments)?, &bundle.join(name))?;
+    }
+    strip(&executable(&["build", "--release", "--package", "shoal"])?, &bundle.join("shoal"))?;
+    copy_folder(&root().join("crates/shoal-engine/tests/golden"), &bundle.join("golden"))?;
+    let script = bundle.join("run.sh");
+    fs::write(&script, SCRIPT).map_err(said(&script))?;
+    let bytes = folder_bytes(&bundle).map_err(said(&bundle))?;
+    println!("{}: {:.1} MiB; there, run: sh run.sh", bundle.display(), bytes as f64 / f64::from(1 << 20));
+    if bytes > BYTES_MAX {
+        return Err(format!("the bundle has {bytes} bytes, more than {BYTES_MAX}"));
+    }
+    Ok(())
+}
+
+/// Builds, and finds the one executable in what cargo reports.
+fn executable(arguments: &[&str]) -> Result<PathBuf, String> {
+    eprintln!("$ cargo {}", arguments.join(" "));
+    let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .args(arguments)
+        .arg("--message-format=json-render-diagnostics")
+        .current_dir(root())
+        .stderr(std::process::Stdio::inherit())
+        .output()
+        .map_err(|error| format!("cargo {}: {error}", arguments.join(" ")))?;
+    if !output.status.success() {
+        return Err(format!("cargo {}: {}", arguments.join(" "), output.status));
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    let found = text.lines().filter_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'));
+    found
+        .map(|(path, _)| PathBuf::from(path))
+        .next_back()
+        .ok_or_else(|| format!("cargo {} names no executable", arguments.join(" ")))
+}
+
+/// Copies a binary without its symbols; whole where there is no `strip`.
+fn strip(from: &Path, to: &Path) -> Result<(), String> {
+    let stripped = Command::new("strip").arg("-o").args([to, from]).status();
+    if stripped.is_ok_and(|status| status.success()) {
+        return Ok(());
+    }
+    fs::copy(from, to).map(|_| ()).map_err(|error| format!("{}: {error}", to.display()))
+}
+
+fn copy_folder(from: &Path, to: &Path) -> Result<(), String> {
+    let said = |error: std::io::Error| format!("{}: {error}", from.display());
+    fs::create_dir_all(to).map_err(said)?;
+    for entry in fs::read_dir(from).map_err(said)? {
+        let path = entry.map_err(said)?.path();
+        let target = to.join(path.file_name().unwrap_or_default());
+        if path.is_dir() {
+            copy_folder(&path, &target)?;
+        } else {
+            fs::copy(&path, &target).map_err(|error| format!("{}: {error}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
+fn folder_bytes(folder: &Path) -> std::io::Result<u64> {
+    let mut bytes = 0;
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        bytes += if entry.path().is_dir() { folder_bytes(&entry.path())? } else { entry.metadata()?.len() };
+    }
+    Ok(bytes)
+}
