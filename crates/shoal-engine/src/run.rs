@@ -62,7 +62,6 @@ pub struct RunSettings {
 #[derive(Clone, Debug)]
 pub enum RunEvent {
     Step(StepRecord),
-    Saving { step: u64 },
     Saved { step: u64, bytes: u64, seconds: f64 },
 }
 
@@ -255,7 +254,6 @@ impl Run {
     }
 
     fn save(&mut self, on_event: &mut dyn FnMut(RunEvent)) -> Result {
-        on_event(RunEvent::Saving { step: self.step });
         let started = Instant::now();
         // Parameters that are no numbers must not push out the last checkpoint whose are.
         let norm = self.executor.parameter_norm()?;

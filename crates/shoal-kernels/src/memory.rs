@@ -160,14 +160,9 @@ impl Arena {
         self.free_list().used
     }
 
-    /// The most bytes in use at once since the start or the last [`Arena::reset_peak`].
+    /// The most bytes in use at once since the start.
     pub fn peak(&self) -> u64 {
         self.free_list().peak
-    }
-
-    pub fn reset_peak(&self) {
-        let mut free = self.free_list();
-        free.peak = free.used;
     }
 
     /// Cuts a block; `who` is named if the budget refuses.

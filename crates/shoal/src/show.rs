@@ -161,7 +161,6 @@ impl Progress {
     pub fn event(&mut self, event: &RunEvent) {
         match event {
             RunEvent::Step(record) => self.step(record),
-            RunEvent::Saving { .. } => {}
             RunEvent::Saved { step, bytes, seconds } => {
                 self.say(&format!("saved step {step}: {} in {seconds:.1} s", bytes_text(*bytes)));
             }

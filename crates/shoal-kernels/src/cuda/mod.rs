@@ -86,10 +86,6 @@ impl CudaDevice {
         (matrix::WORKSPACE_BYTES + 4 * PARTS) as u64
     }
 
-    pub fn facts(&self) -> &GpuFacts {
-        &self.facts
-    }
-
     fn blas(&self) -> MutexGuard<'_, Blas> {
         // The handle holds no state between calls that a panic could leave half made.
         self.blas.lock().unwrap_or_else(PoisonError::into_inner)
