@@ -22,4 +22,4 @@ pub use device::{
     AdamW, AttentionShape, Clip, Device, DropoutSite, Linear, LossMode, Mat, MatMut, NormKind, Sgd,
 };
 pub use memory::{Arena, MemoryError};
-pub use tensor::Tensor;
+pub use tensor::{Element, Tensor};

@@ -1,12 +1,33 @@
-//! An owned piece of a device's memory holding 4-byte elements. It carries no shape: the operation that
-//! uses it says how it is laid out, and checks that the length fits.
+//! An owned piece of a device's memory holding elements of one kind. It carries no shape: the operation
+//! that uses it says how it is laid out, and checks that the length fits.
 
 use std::sync::Arc;
 
 use crate::memory::{Arena, Block, MemoryError};
 
+/// What a tensor's elements are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Element {
+    /// Four bytes: an f32, or an i32 where the operation says so.
+    F32,
+    /// Two bytes: the upper half of an f32.
+    Bf16,
+    /// Two bytes: IEEE half precision.
+    F16,
+}
+
+impl Element {
+    pub const fn bytes(self) -> usize {
+        match self {
+            Element::F32 => 4,
+            Element::Bf16 | Element::F16 => 2,
+        }
+    }
+}
+
 pub struct Tensor {
     block: Block,
+    element: Element,
     elements: usize,
 }
 
@@ -16,9 +37,19 @@ unsafe impl Send for Tensor {}
 unsafe impl Sync for Tensor {}
 
 impl Tensor {
-    /// Takes room for `elements` numbers; what they hold is unspecified until written.
+    /// Takes room for `elements` numbers of four bytes; what they hold is unspecified until written.
     pub fn new(arena: &Arc<Arena>, who: &str, elements: usize) -> Result<Tensor, MemoryError> {
-        Ok(Tensor { block: arena.take(who, 4 * elements)?, elements })
+        Tensor::of(arena, who, Element::F32, elements)
+    }
+
+    /// The same for elements of any kind.
+    pub fn of(
+        arena: &Arc<Arena>,
+        who: &str,
+        element: Element,
+        elements: usize,
+    ) -> Result<Tensor, MemoryError> {
+        Ok(Tensor { block: arena.take(who, element.bytes() * elements)?, element, elements })
     }
 
     pub fn zeros(arena: &Arc<Arena>, who: &str, elements: usize) -> Result<Tensor, MemoryError> {
@@ -43,6 +74,10 @@ impl Tensor {
         self.elements
     }
 
+    pub fn element(&self) -> Element {
+        self.element
+    }
+
     pub fn is_empty(&self) -> bool {
         self.elements == 0
     }
@@ -58,6 +93,7 @@ impl Tensor {
     }
 
     fn assert_on_host(&self) {
+        assert_eq!(self.element, Element::F32, "the host computes on elements of four bytes");
         assert!(self.block.on_host(), "the host reads a device's memory: go through Device::host_floats");
     }
 

@@ -111,7 +111,7 @@ pub(super) fn parameter<P: Parameter>(value: &P) -> *mut c_void {
 impl Tensor {
     /// Where the tensor lies on the device, from element `offset` on.
     pub(super) fn at(&self, offset: usize) -> Address {
-        Address(self.address() as u64 + 4 * offset as u64)
+        Address(self.address() as u64 + (self.element().bytes() * offset) as u64)
     }
 }
 
