@@ -4,13 +4,12 @@
 //! gradient needs no pass that clears the sum.
 
 use std::borrow::Cow;
-use std::ops::Range;
 use std::sync::Arc;
 
 use thiserror::Error;
 
 use crate::memory::{Arena, MemoryError};
-use crate::tensor::Tensor;
+use crate::tensor::{Element, Tensor};
 
 #[derive(Debug, Error)]
 pub enum DeviceError {
@@ -198,13 +197,45 @@ pub enum LossMode {
     LossOnly,
 }
 
-/// Scales gradients so that their global norm is at most `max`.
+/// Whether gradients are applied at all, and by how much: decided on the device, where norm and loss lie, so
+/// that no update waits for the host. An update does nothing where either of them is not a finite number.
 #[derive(Clone, Copy)]
-pub struct Clip<'a> {
-    /// A scalar: the sum of squares over all gradients.
+pub struct Guard<'a> {
+    /// A scalar: the sum of squares over all gradients, as they stand.
     pub norm_squared: &'a Tensor,
-    pub max: f32,
+    /// A scalar.
+    pub loss: &'a Tensor,
+    /// What the gradients were multiplied by on their way; updates divide by it.
+    pub scale: f32,
+    /// Gradients are shortened to this norm where they are longer.
+    pub clip_norm: Option<f32>,
 }
+
+impl Guard<'_> {
+    /// What gradients are multiplied by, `None` for no update, from the two scalars.
+    pub(crate) fn factor(&self, norm_squared: f64, loss: f64) -> Option<f32> {
+        if !(norm_squared.is_finite() && loss.is_finite()) {
+            return None;
+        }
+        let scale = f64::from(self.scale);
+        let clip = self.clip_norm.map_or(1.0, |max| f64::from(max) / (norm_squared.sqrt() / scale + 1e-6));
+        Some((clip.min(1.0) / scale) as f32)
+    }
+}
+
+/// A tensor to update.
+pub struct Updated<'a> {
+    pub gradient: &'a Tensor,
+    /// The optimizer's own tensors, as many as its kind has.
+    pub state: &'a mut [Tensor],
+    pub parameter: &'a mut Tensor,
+    /// The copy that layers compute with, where that is not the parameter itself; it may be longer.
+    pub copy: Option<&'a mut Tensor>,
+    pub weight_decay: f32,
+}
+
+/// A sum, and whether to add to what it holds.
+pub type Sum<'a> = (&'a mut Tensor, bool);
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
@@ -212,7 +243,6 @@ pub struct AdamW {
     pub beta1: f32,
     pub beta2: f32,
     pub eps: f32,
-    pub weight_decay: f32,
     /// The number of this update, from 1: it decides the bias corrections.
     pub update: u64,
 }
@@ -221,7 +251,6 @@ pub struct AdamW {
 pub struct Sgd {
     pub lr: f32,
     pub momentum: f32,
-    pub weight_decay: f32,
     /// The number of this update, from 1: the first one starts the momentum.
     pub update: u64,
 }
@@ -241,12 +270,23 @@ pub trait Device: Send + Sync {
     /// Waits until everything asked of the device is done.
     fn wait(&self) -> Result;
 
+    /// Whether layers can compute with elements of this kind.
+    fn computes(&self, element: Element) -> bool;
+
     fn set_scalar(&self, scalar: &mut Tensor, value: f64) -> Result;
 
-    /// Waits for what was asked of the device and reads a scalar.
-    fn scalar(&self, scalar: &Tensor) -> Result<f64>;
+    /// Waits for what was asked of the device and reads scalars.
+    fn scalars(&self, scalars: &[&Tensor]) -> Result<Vec<f64>>;
+
+    /// The same for one.
+    fn scalar(&self, scalar: &Tensor) -> Result<f64> {
+        Ok(self.scalars(&[scalar])?[0])
+    }
 
     fn zero(&self, tensor: &mut Tensor) -> Result;
+
+    /// `to` becomes `from`, rounded to its kind of element; what is left of a longer `to` becomes zero.
+    fn convert(&self, from: &Tensor, to: &mut Tensor) -> Result;
 
     /// Lets `fill` write the tensor's numbers: in place where the memory is the host's, else through a
     /// buffer that is copied over.
@@ -266,6 +306,24 @@ pub trait Device: Send + Sync {
         residual: Option<&Tensor>,
         out: MatMut,
     ) -> Result;
+
+    /// `before = bias + x * W`, `out = gelu(before)` by the tanh approximation.
+    fn linear_gelu(
+        &self,
+        x: Mat,
+        weight: Linear,
+        bias: Option<&Tensor>,
+        before: &mut Tensor,
+        out: &mut Tensor,
+    ) -> Result {
+        let target = MatMut::new(before, x.rows, weight.outputs);
+        self.linear(x, weight, bias, None, target)?;
+        self.gelu(before, out)
+    }
+
+    /// `dx = (dy * Wᵀ) * gelu'(before)`: back through a projection and the activation that fed it.
+    fn linear_gelu_input_gradient(&self, dy: Mat, weight: Linear, before: &Tensor, dx: &mut Tensor)
+    -> Result;
 
     /// `dx (+)= dy * Wᵀ`
     fn linear_input_gradient(&self, dy: Mat, weight: Linear, dx: MatMut, accumulate: bool) -> Result;
@@ -296,41 +354,20 @@ pub trait Device: Send + Sync {
         out: &mut Tensor,
     ) -> Result;
 
-    /// The norm's output again, from its statistics.
-    fn norm_again(
+    /// From the gradient of the norm's output: weight and bias gradients, `dx (+)=` the input's gradient,
+    /// and `dy` becomes the norm's output again, which the weight gradients that come next are made from.
+    #[allow(clippy::too_many_arguments)]
+    fn norm_backward(
         &self,
         kind: NormKind,
         x: Mat,
         weight: &Tensor,
         bias: Option<&Tensor>,
         statistics: &Tensor,
-        out: &mut Tensor,
-    ) -> Result;
-
-    /// `dx (+)=` the norm's input gradient.
-    #[allow(clippy::too_many_arguments)]
-    fn norm_input_gradient(
-        &self,
-        kind: NormKind,
-        x: Mat,
-        weight: &Tensor,
-        statistics: &Tensor,
-        dy: &Tensor,
-        dx: &mut Tensor,
-        accumulate: bool,
-    ) -> Result;
-
-    /// Weight and bias gradients of a norm.
-    #[allow(clippy::too_many_arguments)]
-    fn norm_parameter_gradient(
-        &self,
-        kind: NormKind,
-        x: Mat,
-        statistics: &Tensor,
-        dy: &Tensor,
-        weight_gradient: &mut Tensor,
-        bias_gradient: Option<&mut Tensor>,
-        accumulate: [bool; 2],
+        dy: &mut Tensor,
+        weight_gradient: Sum,
+        bias_gradient: Option<Sum>,
+        dx: Sum,
     ) -> Result;
 
     /// `out = gelu(x)`, by the tanh approximation.
@@ -351,7 +388,8 @@ pub trait Device: Send + Sync {
     /// then sines of a row's pairs); `inverse` turns back, which is the gradient.
     fn rotary(&self, shape: AttentionShape, table: &Tensor, inverse: bool, qkv: &mut Tensor) -> Result;
 
-    /// Causal attention. `logsumexp` ([rows, heads]) is what the backward needs of the scores.
+    /// Causal attention. `logsumexp` (one for each row and head, in an order of the device's own) is what the
+    /// backward needs of the scores.
     fn attention(
         &self,
         shape: AttentionShape,
@@ -361,7 +399,8 @@ pub trait Device: Send + Sync {
         logsumexp: &mut Tensor,
     ) -> Result;
 
-    /// Gradients of queries, keys and values; `delta` is scratch of the size of `logsumexp`.
+    /// Gradients of queries, keys and values; `scratch` has at least the size of `logsumexp`, and where it
+    /// has more a faster kernel may fit.
     #[allow(clippy::too_many_arguments)]
     fn attention_backward(
         &self,
@@ -371,7 +410,7 @@ pub trait Device: Send + Sync {
         out: &Tensor,
         logsumexp: &Tensor,
         out_gradient: &Tensor,
-        delta: &mut Tensor,
+        scratch: &mut Tensor,
         qkv_gradient: &mut Tensor,
     ) -> Result;
 
@@ -427,40 +466,24 @@ pub trait Device: Send + Sync {
         out: &mut Tensor,
     ) -> Result;
 
-    /// Adds the cross-entropies of the logits' first `rows.len()` rows to the scalar `loss`; their targets
-    /// are elements `rows` of `targets`, and a negative one counts for nothing. Works in place: the logits
-    /// exist once.
+    /// Adds the cross-entropies of the logits' rows to the scalar `loss`; their targets are the elements of
+    /// `targets` from `first` on, and a negative one counts for nothing. Works in place: the logits exist
+    /// once. Where the rows lie apart, the gradient is zero between them too.
     fn cross_entropy(
         &self,
         targets: &Tensor,
-        rows: Range<usize>,
-        vocabulary: usize,
+        first: usize,
         mode: LossMode,
-        logits: &mut Tensor,
+        logits: MatMut,
         loss: &mut Tensor,
     ) -> Result;
 
     /// Sets the scalar to the sum of squares over all the tensors.
     fn sum_squares(&self, tensors: &[&Tensor], sum: &mut Tensor) -> Result;
 
-    /// One AdamW update: moments, decay and parameter in one pass.
-    fn adamw(
-        &self,
-        settings: &AdamW,
-        clip: Option<Clip>,
-        gradient: &Tensor,
-        first: &mut Tensor,
-        second: &mut Tensor,
-        parameter: &mut Tensor,
-    ) -> Result;
+    /// One AdamW update of all the tensors: moments, decay and parameter in one pass.
+    fn adamw(&self, settings: &AdamW, guard: Guard, tensors: &mut [Updated]) -> Result;
 
-    /// One SGD update; without a `velocity` there is no momentum.
-    fn sgd(
-        &self,
-        settings: &Sgd,
-        clip: Option<Clip>,
-        gradient: &Tensor,
-        velocity: Option<&mut Tensor>,
-        parameter: &mut Tensor,
-    ) -> Result;
+    /// One SGD update of all the tensors; without a state tensor there is no momentum.
+    fn sgd(&self, settings: &Sgd, guard: Guard, tensors: &mut [Updated]) -> Result;
 }

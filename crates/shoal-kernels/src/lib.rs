@@ -19,7 +19,7 @@ pub mod tensor;
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;
 pub use device::{
-    AdamW, AttentionShape, Clip, Device, DropoutSite, Linear, LossMode, Mat, MatMut, NormKind, Sgd,
+    AdamW, AttentionShape, Device, DropoutSite, Guard, Linear, LossMode, Mat, MatMut, NormKind, Sgd, Updated,
 };
 pub use memory::{Arena, MemoryError};
 pub use tensor::{Element, Tensor};

@@ -46,6 +46,23 @@ impl CpuDevice {
         });
     }
 
+    /// `gradient *= gelu'(x)`
+    pub(super) fn gelu_slope(&self, x: &Tensor, gradient: &mut Tensor) {
+        assert_eq!(x.len(), gradient.len());
+        let chunk = self.element_chunk(x.len());
+        let pieces = gradient.floats_mut().par_chunks_mut(chunk).zip(x.floats().par_chunks(chunk));
+        pieces.for_each(|(gradient, x)| {
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (gradient, x) in gradient.iter_mut().zip(x) {
+                        *gradient *= gelu_both(*x).1;
+                    }
+                },
+            );
+        });
+    }
+
     pub(super) fn swiglu_forward(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) {
         assert_eq!((gate.len(), up.len()), (out.len(), out.len()));
         let chunk = self.element_chunk(out.len());

@@ -4,32 +4,29 @@ use rayon::prelude::*;
 
 use super::CpuDevice;
 use super::math::{exp, max, sum_by};
-use crate::device::LossMode;
-use crate::tensor::Tensor;
+use crate::device::{LossMode, MatMut};
 
 impl CpuDevice {
     /// The sum of the rows' losses, rows added in order.
-    pub(super) fn softmax_loss(
-        &self,
-        targets: &[i32],
-        vocabulary: usize,
-        mode: LossMode,
-        logits: &mut Tensor,
-    ) -> f64 {
-        let rows = targets.len();
-        assert!(logits.len() >= rows * vocabulary);
-        let logits = &mut logits.floats_mut()[..rows * vocabulary];
+    pub(super) fn softmax_loss(&self, targets: &[i32], mode: LossMode, logits: MatMut) -> f64 {
+        let (rows, vocabulary, stride) = (logits.rows, logits.cols, logits.stride);
+        assert_eq!((targets.len(), logits.offset), (rows, 0));
+        // The last row may end with its last logit.
+        let end = logits.tensor.len().min(rows * stride);
+        let logits = &mut logits.tensor.floats_mut()[..end];
         let chunk = rows.div_ceil(4 * self.threads()).max(1);
         let parts: Vec<f64> = logits
-            .par_chunks_mut(chunk * vocabulary)
+            .par_chunks_mut(chunk * stride)
             .zip(targets.par_chunks(chunk))
             .map(|(logits, targets)| {
                 self.arch.dispatch(
                     #[inline(always)]
                     || {
                         let mut sum = 0.0;
-                        for (row, target) in logits.chunks_exact_mut(vocabulary).zip(targets) {
+                        for (row, target) in logits.chunks_mut(stride).zip(targets) {
+                            let (row, between) = row.split_at_mut(vocabulary);
                             sum += f64::from(row_loss(row, *target, mode));
+                            between.fill(0.0);
                         }
                         sum
                     },

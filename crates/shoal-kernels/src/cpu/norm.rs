@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::CpuDevice;
 use super::math::sum_by;
-use crate::device::{Mat, NormKind};
+use crate::device::{Mat, NormKind, Sum};
 use crate::tensor::Tensor;
 
 /// Subtracted mean and multiplied reciprocal of one row.
@@ -174,23 +174,21 @@ impl CpuDevice {
         });
     }
 
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn norm_dw(
         &self,
         kind: NormKind,
         x: Mat,
         statistics: &Tensor,
         dy: &Tensor,
-        weight_gradient: &mut Tensor,
-        bias_gradient: Option<&mut Tensor>,
-        accumulate: [bool; 2],
+        (weight_gradient, accumulate): Sum,
+        bias_gradient: Option<Sum>,
     ) {
         let (cols, per_row) = (x.cols, kind.statistics());
         assert_eq!((weight_gradient.len(), dy.len()), (cols, x.rows * cols));
         let (dy_all, stats) = (dy.floats(), statistics.floats());
         let values = &x.tensor.floats()[x.offset..];
-        if let Some(bias) = bias_gradient {
-            self.column_sums(Mat::new(dy, x.rows, cols), bias, accumulate[1]);
+        if let Some((bias, accumulate)) = bias_gradient {
+            self.column_sums(Mat::new(dy, x.rows, cols), bias, accumulate);
         }
         let chunk = cols.div_ceil(self.threads()).next_multiple_of(16);
         weight_gradient.floats_mut().par_chunks_mut(chunk).enumerate().for_each(|(index, sums)| {
@@ -198,7 +196,7 @@ impl CpuDevice {
             self.arch.dispatch(
                 #[inline(always)]
                 || {
-                    if !accumulate[0] {
+                    if !accumulate {
                         sums.fill(0.0);
                     }
                     for row in 0..x.rows {

@@ -1,15 +1,15 @@
 //! [`Device`] for the CPU: each operation enters the device's thread pool and calls its kernel.
 
 use std::borrow::Cow;
-use std::ops::Range;
 use std::sync::Arc;
 
 use super::CpuDevice;
 use crate::device::{
-    AdamW, AttentionShape, Clip, Device, DropoutSite, Linear, LossMode, Mat, MatMut, NormKind, Result, Sgd,
+    AdamW, AttentionShape, Device, DropoutSite, Guard, Linear, LossMode, Mat, MatMut, NormKind, Result, Sgd,
+    Sum, Updated,
 };
 use crate::memory::Arena;
-use crate::tensor::Tensor;
+use crate::tensor::{Element, Tensor};
 
 impl CpuDevice {
     pub(super) fn read_scalar(&self, scalar: &Tensor) -> f64 {
@@ -40,17 +40,28 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn computes(&self, element: Element) -> bool {
+        element == Element::F32
+    }
+
     fn set_scalar(&self, scalar: &mut Tensor, value: f64) -> Result {
         self.write_scalar(scalar, value);
         Ok(())
     }
 
-    fn scalar(&self, scalar: &Tensor) -> Result<f64> {
-        Ok(self.read_scalar(scalar))
+    fn scalars(&self, scalars: &[&Tensor]) -> Result<Vec<f64>> {
+        Ok(scalars.iter().map(|scalar| self.read_scalar(scalar)).collect())
     }
 
     fn zero(&self, tensor: &mut Tensor) -> Result {
         self.pool.install(|| self.fill_zero(tensor));
+        Ok(())
+    }
+
+    fn convert(&self, from: &Tensor, to: &mut Tensor) -> Result {
+        let (copy, rest) = to.floats_mut().split_at_mut(from.len());
+        copy.copy_from_slice(from.floats());
+        rest.fill(0.0);
         Ok(())
     }
 
@@ -77,6 +88,19 @@ impl Device for CpuDevice {
         out: MatMut,
     ) -> Result {
         self.pool.install(|| self.linear_forward(x, weight, bias, residual, out));
+        Ok(())
+    }
+
+    fn linear_gelu_input_gradient(
+        &self,
+        dy: Mat,
+        weight: Linear,
+        before: &Tensor,
+        dx: &mut Tensor,
+    ) -> Result {
+        let target = MatMut::new(dx, dy.rows, weight.inputs);
+        self.linear_input_gradient(dy, weight, target, false)?;
+        self.pool.install(|| self.gelu_slope(before, dx));
         Ok(())
     }
 
@@ -116,45 +140,22 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn norm_again(
+    fn norm_backward(
         &self,
         kind: NormKind,
         x: Mat,
         weight: &Tensor,
         bias: Option<&Tensor>,
         statistics: &Tensor,
-        out: &mut Tensor,
-    ) -> Result {
-        self.pool.install(|| self.norm_replay(kind, x, weight, bias, statistics, out));
-        Ok(())
-    }
-
-    fn norm_input_gradient(
-        &self,
-        kind: NormKind,
-        x: Mat,
-        weight: &Tensor,
-        statistics: &Tensor,
-        dy: &Tensor,
-        dx: &mut Tensor,
-        accumulate: bool,
-    ) -> Result {
-        self.pool.install(|| self.norm_dx(kind, x, weight, statistics, dy, dx, accumulate));
-        Ok(())
-    }
-
-    fn norm_parameter_gradient(
-        &self,
-        kind: NormKind,
-        x: Mat,
-        statistics: &Tensor,
-        dy: &Tensor,
-        weight_gradient: &mut Tensor,
-        bias_gradient: Option<&mut Tensor>,
-        accumulate: [bool; 2],
+        dy: &mut Tensor,
+        weight_gradient: Sum,
+        bias_gradient: Option<Sum>,
+        (dx, accumulate): Sum,
     ) -> Result {
         self.pool.install(|| {
-            self.norm_dw(kind, x, statistics, dy, weight_gradient, bias_gradient, accumulate);
+            self.norm_dw(kind, x, statistics, dy, weight_gradient, bias_gradient);
+            self.norm_dx(kind, x, weight, statistics, dy, dx, accumulate);
+            self.norm_replay(kind, x, weight, bias, statistics, dy);
         });
         Ok(())
     }
@@ -204,11 +205,11 @@ impl Device for CpuDevice {
         out: &Tensor,
         logsumexp: &Tensor,
         out_gradient: &Tensor,
-        delta: &mut Tensor,
+        scratch: &mut Tensor,
         qkv_gradient: &mut Tensor,
     ) -> Result {
         self.pool.install(|| {
-            self.attend_backward(shape, dropout, qkv, out, logsumexp, out_gradient, delta, qkv_gradient);
+            self.attend_backward(shape, dropout, qkv, out, logsumexp, out_gradient, scratch, qkv_gradient);
         });
         Ok(())
     }
@@ -277,14 +278,13 @@ impl Device for CpuDevice {
     fn cross_entropy(
         &self,
         targets: &Tensor,
-        rows: Range<usize>,
-        vocabulary: usize,
+        first: usize,
         mode: LossMode,
-        logits: &mut Tensor,
+        logits: MatMut,
         loss: &mut Tensor,
     ) -> Result {
-        let targets = &targets.integers()[rows];
-        let sum = self.pool.install(|| self.softmax_loss(targets, vocabulary, mode, logits));
+        let targets = &targets.integers()[first..][..logits.rows];
+        let sum = self.pool.install(|| self.softmax_loss(targets, mode, logits));
         self.write_scalar(loss, self.read_scalar(loss) + sum);
         Ok(())
     }
@@ -295,28 +295,13 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn adamw(
-        &self,
-        settings: &AdamW,
-        clip: Option<Clip>,
-        gradient: &Tensor,
-        first: &mut Tensor,
-        second: &mut Tensor,
-        parameter: &mut Tensor,
-    ) -> Result {
-        self.pool.install(|| self.adamw_update(settings, clip, gradient, first, second, parameter));
+    fn adamw(&self, settings: &AdamW, guard: Guard, tensors: &mut [Updated]) -> Result {
+        self.pool.install(|| self.adamw_update(settings, guard, tensors));
         Ok(())
     }
 
-    fn sgd(
-        &self,
-        settings: &Sgd,
-        clip: Option<Clip>,
-        gradient: &Tensor,
-        velocity: Option<&mut Tensor>,
-        parameter: &mut Tensor,
-    ) -> Result {
-        self.pool.install(|| self.sgd_update(settings, clip, gradient, velocity, parameter));
+    fn sgd(&self, settings: &Sgd, guard: Guard, tensors: &mut [Updated]) -> Result {
+        self.pool.install(|| self.sgd_update(settings, guard, tensors));
         Ok(())
     }
 }

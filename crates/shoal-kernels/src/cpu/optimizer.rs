@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::CpuDevice;
 use super::math::sum_by;
-use crate::device::{AdamW, Clip, Sgd};
+use crate::device::{AdamW, Guard, Sgd, Updated};
 use crate::tensor::Tensor;
 
 /// Elements per partial sum of squares: fixed, so that the total does not depend on the threads.
@@ -28,20 +28,25 @@ impl CpuDevice {
         tensors.iter().map(sum_one).sum()
     }
 
-    /// What gradients are multiplied by.
-    fn clip_factor(&self, clip: Option<Clip>) -> f32 {
-        clip.map_or(1.0, |clip| {
-            let norm = self.read_scalar(clip.norm_squared).sqrt();
-            let factor = f64::from(clip.max) / (norm + 1e-6);
-            // Not `min`, which would turn the NaN of a spoilt norm into "no clipping".
-            if factor >= 1.0 { 1.0 } else { factor as f32 }
-        })
+    /// What gradients are multiplied by, or `None` for no update.
+    fn guard_factor(&self, guard: Guard) -> Option<f32> {
+        guard.factor(self.read_scalar(guard.norm_squared), self.read_scalar(guard.loss))
     }
 
-    pub(super) fn adamw_update(
+    pub(super) fn adamw_update(&self, s: &AdamW, guard: Guard, tensors: &mut [Updated]) {
+        let Some(factor) = self.guard_factor(guard) else { return };
+        for updated in tensors {
+            let [first, second] = updated.state else { panic!("AdamW keeps two moments") };
+            self.adamw_one(s, factor, updated.weight_decay, updated.gradient, first, second, updated.parameter);
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn adamw_one(
         &self,
         s: &AdamW,
-        clip: Option<Clip>,
+        factor: f32,
+        weight_decay: f32,
         gradient: &Tensor,
         first: &mut Tensor,
         second: &mut Tensor,
@@ -49,12 +54,11 @@ impl CpuDevice {
     ) {
         let elements = parameter.len();
         assert_eq!((gradient.len(), first.len(), second.len()), (elements, elements, elements));
-        let factor = self.clip_factor(clip);
         let correction1 = 1.0 - f64::from(s.beta1).powf(s.update as f64);
         let correction2 = 1.0 - f64::from(s.beta2).powf(s.update as f64);
         let step = (f64::from(s.lr) / correction1) as f32;
         let root_correction = correction2.sqrt() as f32;
-        let keep = (1.0 - f64::from(s.lr) * f64::from(s.weight_decay)) as f32;
+        let keep = (1.0 - f64::from(s.lr) * f64::from(weight_decay)) as f32;
         let (beta1, beta2, eps) = (s.beta1, s.beta2, s.eps);
         let chunk = self.element_chunk(elements).min(1 << 16);
         let moments = first.floats_mut().par_chunks_mut(chunk).zip(second.floats_mut().par_chunks_mut(chunk));
@@ -76,17 +80,25 @@ impl CpuDevice {
         });
     }
 
-    pub(super) fn sgd_update(
+    pub(super) fn sgd_update(&self, s: &Sgd, guard: Guard, tensors: &mut [Updated]) {
+        let Some(factor) = self.guard_factor(guard) else { return };
+        for updated in tensors {
+            let velocity = updated.state.first_mut();
+            self.sgd_one(s, factor, updated.weight_decay, updated.gradient, velocity, updated.parameter);
+        }
+    }
+
+    fn sgd_one(
         &self,
         s: &Sgd,
-        clip: Option<Clip>,
+        factor: f32,
+        decay: f32,
         gradient: &Tensor,
         velocity: Option<&mut Tensor>,
         parameter: &mut Tensor,
     ) {
         assert_eq!(gradient.len(), parameter.len());
-        let factor = self.clip_factor(clip);
-        let (lr, decay, momentum) = (s.lr, s.weight_decay, s.momentum);
+        let (lr, momentum) = (s.lr, s.momentum);
         let chunk = self.element_chunk(parameter.len()).min(1 << 16);
         let values = parameter.floats_mut().par_chunks_mut(chunk).zip(gradient.floats().par_chunks(chunk));
         match velocity {
