@@ -10,7 +10,7 @@ use std::time::Instant;
 use shoal_engine::executor::Batch;
 use shoal_engine::{Executor, ModelState, StepInput};
 use shoal_kernels::{CpuDevice, Device};
-use shoal_model::{Chain, presets};
+use shoal_model::{Chain, Precision, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::{DeviceOffer, Preferences, StepShape, plan_one_device};
 
@@ -57,12 +57,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         name: "cpu".into(),
         budget_bytes,
         workspace_bytes: CpuDevice::workspace_bytes(threads),
+        rows_enough: CpuDevice::ROWS_ENOUGH,
     };
-    let shape = StepShape { global_batch: batch, sequence, optimizer_states: optimizer.state_names().len() };
+    let (precision, optimizer_states) = (Precision::Fp32, optimizer.state_names().len());
+    let shape = StepShape { global_batch: batch, sequence, precision, optimizer_states };
     let micro_batch = std::env::var("MICRO_BATCH").ok().map(|text| text.parse()).transpose()?;
     let wanted = Preferences { micro_batch, ..Preferences::default() };
     let planned = plan_one_device(&chain, shape, &offer, wanted)?;
-    let mut state = ModelState::allocate(&*device, &chain, sequence, Some(&optimizer))?;
+    let mut state = ModelState::allocate(&*device, &chain, sequence, precision, Some(&optimizer))?;
     state.fill(&*device, &chain, |spec, out| {
         init::fill(spec, 0, 0, out);
         Ok(())
@@ -76,7 +78,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let started = Instant::now();
         let mut loss = 0.0;
         for _ in 0..steps {
-            let input = StepInput { step, seed: 0, lr: 3e-4, optimizer: Some(&optimizer), batch: &data };
+            let input = StepInput::train(step, 0, 3e-4, &optimizer, &data);
             loss = executor.run(&planned.program, &input)?.loss();
             step += 1;
         }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use shoal_kernels::device::SCALAR_ELEMENTS;
-use shoal_kernels::{Device, Tensor};
+use shoal_kernels::{Device, Guard, Tensor, Updated};
 use shoal_model::{Chain, LayerKind, Retention};
 use shoal_nn::layer::{self, LossSink};
 use shoal_nn::{Call, Feed, Gradients, OptimizerSettings, Parameters, Randomness, Saved, head};
@@ -30,7 +30,23 @@ pub struct StepInput<'a> {
     /// The scheduled learning rate.
     pub lr: f64,
     pub optimizer: Option<&'a OptimizerSettings>,
+    /// Updates applied before this step: all steps but those that an overflow skipped.
+    pub updates: u64,
+    /// What the gradients are multiplied by on their way; 1 except in fp16.
+    pub loss_scale: f32,
     pub batch: &'a dyn Batch,
+}
+
+impl<'a> StepInput<'a> {
+    /// A training step in which nothing was ever skipped.
+    pub fn train(step: u64, seed: u64, lr: f64, optimizer: &'a OptimizerSettings, batch: &'a dyn Batch) -> Self {
+        StepInput { step, seed, lr, optimizer: Some(optimizer), updates: step, loss_scale: 1.0, batch }
+    }
+
+    /// Losses or logits at the state after `step` steps.
+    pub fn evaluate(step: u64, batch: &'a dyn Batch) -> Self {
+        StepInput { step, seed: 0, lr: 0.0, optimizer: None, updates: step, loss_scale: 1.0, batch }
+    }
 }
 
 /// What one run of a program gave.
@@ -41,6 +57,8 @@ pub struct StepOutcome {
     /// Target tokens.
     pub targets: u64,
     pub gradient_norm: f64,
+    /// The gradient overflowed its range: nothing was updated.
+    pub overflowed: bool,
     /// Next-token logits, sample by sample; from predictions only.
     pub logits: Vec<f32>,
 }
@@ -115,11 +133,27 @@ impl Executor {
             input,
             training: program.purpose == Purpose::Train,
             values: HashMap::new(),
+            sums_loss: false,
+            measures_norm: false,
             outcome: StepOutcome::default(),
         };
-        for instruction in &program.instructions {
-            self.execute(&mut step, instruction)?;
+        let mut rest = program.instructions.as_slice();
+        while let [instruction, after @ ..] = rest {
+            rest = match instruction.op {
+                Op::Update { .. } => {
+                    // Updates that stand together reach the device together: most tensors are small.
+                    let together = rest.iter().take_while(|next| matches!(next.op, Op::Update { .. })).count();
+                    let (updates, others) = rest.split_at(together);
+                    self.update(&mut step, updates)?;
+                    others
+                }
+                _ => {
+                    self.execute(&mut step, instruction)?;
+                    after
+                }
+            };
         }
+        self.finish(&mut step)?;
         Ok(step.outcome)
     }
 
@@ -131,9 +165,12 @@ impl Executor {
             Op::Recompute { layer, samples } => self.recompute(step, layer, samples),
             Op::Backward { layer, samples } => self.backward(step, layer, samples),
             Op::Predict { layer, samples } => self.predict(step, layer, samples),
-            Op::SumLoss => self.sum_loss(step),
+            Op::SumLoss => {
+                step.sums_loss = true;
+                Ok(())
+            }
             Op::GradientNorm => self.gradient_norm(step),
-            Op::Update { tensor } => self.update(step, tensor),
+            Op::Update { .. } => unreachable!("updates are taken together"),
         }
     }
 
@@ -240,16 +277,33 @@ impl Executor {
         let call = context.call(step, layer, samples, self.sequence);
         let parameters = context.parameters(step, layer);
         let logits = head::next_token_logits(spec, &call, &parameters, &hidden)?;
-        step.outcome.logits.extend_from_slice(&self.device.host_floats(&logits)?);
+        let columns = spec.logit_columns(self.state.precision);
+        for row in self.device.host_floats(&logits)?.chunks(columns) {
+            step.outcome.logits.extend_from_slice(&row[..spec.vocabulary]);
+        }
         Ok(())
     }
 
-    fn sum_loss(&mut self, step: &mut Step) -> Result {
-        step.outcome.loss_sum = self.device.scalar(&self.loss)?;
+    /// The one place where a step waits for its device: loss and norm come over together. Updates have
+    /// looked at both on the device and changed nothing where one of them is no number, so a run that stops
+    /// here still has its last good parameters.
+    fn finish(&mut self, step: &mut Step) -> Result {
+        if !step.sums_loss {
+            return Ok(());
+        }
+        let scalars = self.device.scalars(&[&self.loss, &self.norm_squared])?;
+        step.outcome.loss_sum = scalars[0];
         let loss = step.outcome.loss();
-        // Before any update: a run that stops here still has its last good parameters.
         if step.training && !loss.is_finite() {
             return Err(step.not_finite("loss", loss));
+        }
+        if step.measures_norm {
+            let norm = scalars[1].sqrt() / f64::from(step.input.loss_scale);
+            step.outcome.gradient_norm = norm;
+            step.outcome.overflowed = !norm.is_finite();
+            if step.outcome.overflowed && step.input.loss_scale == 1.0 {
+                return Err(step.not_finite("norm of the gradient", norm));
+            }
         }
         Ok(())
     }
@@ -265,32 +319,41 @@ impl Executor {
         let gradients: Vec<&Tensor> =
             self.state.tensors.iter().filter_map(|held| held.gradient.as_ref().map(|sum| &sum.sum)).collect();
         self.device.sum_squares(&gradients, &mut self.norm_squared)?;
-        let norm = self.device.scalar(&self.norm_squared)?.sqrt();
-        step.outcome.gradient_norm = norm;
-        if !norm.is_finite() {
-            return Err(step.not_finite("norm of the gradient", norm));
-        }
+        step.measures_norm = true;
         Ok(())
     }
 
-    fn update(&mut self, step: &mut Step, tensor: usize) -> Result {
+    /// Updates of several tensors, at once.
+    fn update(&mut self, step: &mut Step, updates: &[Instruction]) -> Result {
         let settings = step.input.optimizer.expect("a training program comes with an optimizer");
-        let held = &mut self.state.tensors[tensor];
-        assert_eq!(held.version, step.input.step, "tensor {tensor} is at another version than the step");
-        let gradient = held.gradient.as_mut().expect("the gradient was summed before the update");
-        let spec = &self.chain.tensors[tensor];
-        settings.apply(
-            &*self.device,
-            spec,
-            step.input.lr,
-            step.input.step + 1,
-            &self.norm_squared,
-            &gradient.sum,
-            &mut held.optimizer,
-            &mut held.parameter,
-        )?;
-        gradient.started = false;
-        held.version += 1;
+        let mut wanted = vec![false; self.state.tensors.len()];
+        for instruction in updates {
+            if let Op::Update { tensor } = instruction.op {
+                wanted[tensor] = true;
+            }
+        }
+        let mut tensors = Vec::with_capacity(updates.len());
+        let all = self.state.tensors.iter_mut().zip(&self.chain.tensors).zip(wanted);
+        for ((held, spec), _) in all.filter(|(_, wanted)| *wanted) {
+            assert_eq!(held.version, step.input.step, "{} is at another version than the step", spec.name);
+            held.version += 1;
+            let gradient = held.gradient.as_mut().expect("the gradient was summed before the update");
+            gradient.started = false;
+            tensors.push(Updated {
+                gradient: &gradient.sum,
+                state: &mut held.optimizer,
+                parameter: &mut held.parameter,
+                copy: held.copy.as_mut(),
+                weight_decay: settings.decay_of(spec),
+            });
+        }
+        let guard = Guard {
+            norm_squared: &self.norm_squared,
+            loss: &self.loss,
+            scale: step.input.loss_scale,
+            clip_norm: settings.clip_norm,
+        };
+        settings.apply(&*self.device, step.input.lr, step.input.updates + 1, guard, &mut tensors)?;
         Ok(())
     }
 }
@@ -311,6 +374,7 @@ impl<'a> Context<'a> {
             samples: samples.range(),
             sequence,
             randomness: step.training.then_some(randomness),
+            precision: self.state.precision,
             rotary: self.state.rotary.as_ref(),
         }
     }
@@ -324,7 +388,7 @@ impl<'a> Context<'a> {
                 held.version,
                 step.input.step
             );
-            (*slot, &held.parameter)
+            (*slot, held.compute())
         });
         Parameters::new(entries.collect())
     }
@@ -335,6 +399,9 @@ struct Step<'a> {
     input: &'a StepInput<'a>,
     training: bool,
     values: HashMap<Value, Stored>,
+    /// What the end of the step reads from the device.
+    sums_loss: bool,
+    measures_norm: bool,
     outcome: StepOutcome,
 }
 
@@ -363,7 +430,7 @@ impl Step<'_> {
     }
 
     fn loss_scale(&self) -> f32 {
-        (1.0 / self.outcome.targets.max(1) as f64) as f32
+        (f64::from(self.input.loss_scale) / self.outcome.targets.max(1) as f64) as f32
     }
 
     fn count_targets(&self) -> Result {

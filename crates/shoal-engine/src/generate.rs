@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use shoal_kernels::random::fold;
 use shoal_kernels::{CpuDevice, Device};
-use shoal_model::Chain;
+use shoal_model::{Chain, Precision};
 use shoal_plan::one_device::table;
 use shoal_plan::{Activations, DeviceOffer, Purpose, StepShape, compile, verify};
 
@@ -55,11 +55,11 @@ impl Generator {
     ) -> Result<Generator> {
         let context = context.min(chain.positions);
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new("cpu:0", threads, budget_bytes)?);
-        let mut state = ModelState::allocate(&*device, chain, context, None)?;
+        let mut state = ModelState::allocate(&*device, chain, context, Precision::Fp32, None)?;
         fill(&*device, &mut state)?;
         let executor = Executor::new(device, chain.clone(), context, state)?;
         let workspace_bytes = CpuDevice::workspace_bytes(threads);
-        let offer = DeviceOffer { name: "cpu:0".into(), budget_bytes, workspace_bytes };
+        let offer = DeviceOffer { name: "cpu:0".into(), budget_bytes, workspace_bytes, rows_enough: 2048 };
         Ok(Generator { executor, offer, context })
     }
 
@@ -68,7 +68,8 @@ impl Generator {
         let samples = tokens.len() / length;
         assert_eq!(samples * length, tokens.len());
         let chain = self.executor.chain();
-        let shape = StepShape { global_batch: samples, sequence: length, optimizer_states: 0 };
+        let precision = Precision::Fp32;
+        let shape = StepShape { global_batch: samples, sequence: length, precision, optimizer_states: 0 };
         // One prompt at a time where they are long: memory stays small and nothing is lost.
         let micro_batch = (2048 / length).clamp(1, samples);
         let plan = table(chain, shape, &self.offer, micro_batch, Activations::Keep, false);
@@ -76,8 +77,7 @@ impl Generator {
         verify(&program, &plan, chain, Purpose::Predict)?;
         self.executor.set_sequence(length);
         let batch = Prompts { tokens, length };
-        let input = StepInput { step: 0, seed: 0, lr: 0.0, optimizer: None, batch: &batch };
-        Ok(self.executor.run(&program, &input)?.logits)
+        Ok(self.executor.run(&program, &StepInput::evaluate(0, &batch))?.logits)
     }
 
     /// Continues a prompt token by token until `most` tokens or `end`; each token goes to `on_token`.

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
-use shoal_model::{Chain, hugging_face};
-use shoal_nn::{Decay, OptimizerKind, OptimizerSettings};
+use shoal_model::{Chain, Precision, hugging_face};
+use shoal_nn::{Decay, GradientSum, OptimizerKind, OptimizerSettings};
 use shoal_plan::one_device::table;
 use shoal_plan::{
     Activations, DeviceOffer, Preferences, Purpose, StepShape, compile, plan_one_device, verify,
@@ -31,10 +31,13 @@ pub enum GoldenDevice {
 }
 
 impl GoldenDevice {
-    fn open(self) -> Result<Arc<dyn Device>> {
+    fn open(self, precision: Precision) -> Result<Arc<dyn Device>> {
         Ok(match self {
             GoldenDevice::Cpu { threads } => Arc::new(CpuDevice::new("cpu", threads, BUDGET_BYTES)?),
-            GoldenDevice::Cuda { ordinal } => Arc::new(CudaDevice::new("cuda", ordinal, BUDGET_BYTES)?),
+            GoldenDevice::Cuda { ordinal } => {
+                let device = CudaDevice::new("cuda", ordinal, BUDGET_BYTES)?;
+                Arc::new(device.with_tf32(precision == Precision::Tf32))
+            }
         })
     }
 
@@ -53,6 +56,7 @@ pub struct GoldenSettings {
     pub activations: Option<Activations>,
     pub layer_first: bool,
     pub device: GoldenDevice,
+    pub precision: Precision,
 }
 
 /// Differences from the reference, each relative to what the reference says.
@@ -61,6 +65,8 @@ pub struct GoldenReport {
     pub logits: f64,
     /// ‖difference‖ over max(own norm, 1e-6 x the global norm), by tensor.
     pub gradients: Vec<(String, f64)>,
+    /// The same over all tensors together.
+    pub whole_gradient: f64,
     /// (expected, found)
     pub losses: Vec<(f64, f64)>,
     pub gradient_norms: Vec<(f64, f64)>,
@@ -73,7 +79,8 @@ impl GoldenReport {
     }
 
     fn worst(pairs: &[(f64, f64)]) -> f64 {
-        pairs.iter().map(|(expected, found)| (found - expected).abs() / expected.abs()).fold(0.0, f64::max)
+        let apart = pairs.iter().map(|(expected, found)| (found - expected).abs() / expected.abs());
+        apart.fold(0.0, |worst, next| if next.is_nan() { f64::INFINITY } else { worst.max(next) })
     }
 
     pub fn worst_loss(&self) -> f64 {
@@ -84,12 +91,31 @@ impl GoldenReport {
         GoldenReport::worst(&self.gradient_norms)
     }
 
-    /// The largest of all differences.
+    /// What fp32 is judged by: the largest of all differences.
     pub fn worst_of_all(&self) -> f64 {
         let all = [self.logits, self.worst_gradient().1, self.worst_loss(), self.worst_gradient_norm()];
         // A NaN anywhere is the worst there is.
         all.iter()
             .fold(0.0, |worst: f64, value| if value.is_nan() { f64::INFINITY } else { worst.max(*value) })
+    }
+}
+
+/// The reference is fp32: so close must fp32 come (every part), so close half precision (losses, and the
+/// gradient as a whole).
+pub const EXACT: f64 = 1e-3;
+pub const HALF_LOSSES: f64 = 1e-2;
+pub const HALF_GRADIENT: f64 = 3e-2;
+
+impl GoldenReport {
+    /// Whether the differences are those of rounding in this precision.
+    pub fn agrees(&self, precision: Precision) -> bool {
+        // Written so that a NaN never passes.
+        match precision {
+            Precision::Fp32 => self.worst_of_all() <= EXACT,
+            Precision::Tf32 | Precision::Bf16 | Precision::Fp16 => {
+                self.worst_loss() <= HALF_LOSSES && self.whole_gradient <= HALF_GRADIENT
+            }
+        }
     }
 }
 
@@ -208,7 +234,7 @@ pub fn check(dir: &Path, settings: GoldenSettings) -> Result<GoldenReport> {
         clip_norm: Some(1.0),
     };
     let first = expected.rows("")?;
-    let device = settings.device.open()?;
+    let device = settings.device.open(settings.precision)?;
     let bench = Bench { chain: &chain, folder: &folder, optimizer: &optimizer, settings, device };
     let (losses_found, norms_found, gradients) = {
         let batches: Vec<Rows> =
@@ -225,6 +251,7 @@ pub fn check(dir: &Path, settings: GoldenSettings) -> Result<GoldenReport> {
         references.push(expected.floats(&format!("grad.{}", spec.name))?);
     }
     let global = norm(references.iter().map(|reference| length(reference)));
+    let apart = norm(gradients.iter().zip(&references).map(|(found, reference)| distance(found, reference)));
     let gradients =
         chain.tensors.iter().zip(&gradients).zip(&references).map(|((spec, found), reference)| {
             let floor = length(reference).max(1e-6 * global);
@@ -233,6 +260,7 @@ pub fn check(dir: &Path, settings: GoldenSettings) -> Result<GoldenReport> {
     Ok(GoldenReport {
         logits: distance(&logits, &expected_logits) / length(&expected_logits),
         gradients: gradients.collect(),
+        whole_gradient: apart / global,
         losses: losses.losses.iter().copied().zip(losses_found).collect(),
         gradient_norms: losses.grad_norms.iter().copied().zip(norms_found).collect(),
     })
@@ -254,19 +282,26 @@ impl Bench<'_> {
     fn executor(&self, sequence: usize, train: bool) -> Result<Executor> {
         let device = self.device.clone();
         let optimizer = train.then_some(self.optimizer);
-        let mut state = ModelState::allocate(&*device, self.chain, sequence, optimizer)?;
+        let mut state = ModelState::allocate(&*device, self.chain, sequence, self.settings.precision, optimizer)?;
         import(self.folder, &*device, self.chain, &mut state)?;
         Executor::new(device, self.chain.clone(), sequence, state)
     }
 
+    /// A fixed one: the models are small and few steps are taken.
+    fn loss_scale(&self) -> f32 {
+        if self.settings.precision == Precision::Fp16 { 1024.0 } else { 1.0 }
+    }
+
     fn offer(&self) -> DeviceOffer {
         let workspace_bytes = self.settings.device.workspace_bytes();
-        DeviceOffer { name: self.device.name().into(), budget_bytes: BUDGET_BYTES, workspace_bytes }
+        let name = self.device.name().into();
+        DeviceOffer { name, budget_bytes: BUDGET_BYTES, workspace_bytes, rows_enough: 4096 }
     }
 
     fn shape(&self, rows: &Rows) -> StepShape {
         let optimizer_states = self.optimizer.state_names().len();
-        StepShape { global_batch: rows.samples(), sequence: rows.sequence, optimizer_states }
+        let precision = self.settings.precision;
+        StepShape { global_batch: rows.samples(), sequence: rows.sequence, precision, optimizer_states }
     }
 
     /// Trains over the batches in turn; losses and gradient norms of each step.
@@ -280,12 +315,10 @@ impl Bench<'_> {
         verify(&planned.program, &planned.plan, self.chain, Purpose::Train)?;
         let (mut losses, mut norms) = (Vec::new(), Vec::new());
         for step in 0..steps {
+            let batch = &batches[step % batches.len()];
             let input = StepInput {
-                step: step as u64,
-                seed: 0,
-                lr: self.optimizer.lr,
-                optimizer: Some(self.optimizer),
-                batch: &batches[step % batches.len()],
+                loss_scale: self.loss_scale(),
+                ..StepInput::train(step as u64, 0, self.optimizer.lr, self.optimizer, batch)
             };
             let outcome = executor.run(&planned.program, &input)?;
             losses.push(outcome.loss());
@@ -300,7 +333,11 @@ impl Bench<'_> {
         self.train(&mut executor, std::slice::from_ref(rows), 1)?;
         let device = executor.device();
         let sums = executor.state.tensors.iter().filter_map(|held| held.gradient.as_ref());
-        sums.map(|gradient| Ok(device.host_floats(&gradient.sum)?.into_owned())).collect()
+        let unscaled = |gradient: &GradientSum| -> Result<Vec<f32>> {
+            let scaled = device.host_floats(&gradient.sum)?;
+            Ok(scaled.iter().map(|gradient| gradient / self.loss_scale()).collect())
+        };
+        sums.map(unscaled).collect()
     }
 
     fn steps(&self, batches: &[Rows], steps: usize) -> Result<(Vec<f64>, Vec<f64>)> {
@@ -321,8 +358,7 @@ impl Bench<'_> {
             let program = compile(&plan, self.chain, Purpose::Predict)?;
             verify(&program, &plan, self.chain, Purpose::Predict)?;
             executor.set_sequence(length);
-            let input = StepInput { step: 0, seed: 0, lr: 0.0, optimizer: None, batch: &rows };
-            let outcome = executor.run(&program, &input)?;
+            let outcome = executor.run(&program, &StepInput::evaluate(0, &rows))?;
             for (sample, logits) in outcome.logits.chunks(vocabulary).enumerate() {
                 let at = (sample * sequence + length - 1) * vocabulary;
                 all[at..at + vocabulary].copy_from_slice(logits);

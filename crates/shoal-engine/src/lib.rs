@@ -6,6 +6,7 @@
 //! - [`run`]: step after step: data, schedule, evaluation, checkpoints, metrics.
 //! - [`metrics`]: `metrics.jsonl`, one line a step, true across restarts.
 //! - [`identity`]: whether a run folder belongs to this job.
+//! - [`loss_scale`]: what fp16 gradients are multiplied by.
 //! - [`generate`]: what a trained model says next.
 //! - [`import`]: weights from a Hugging Face folder.
 //! - [`golden`]: comparison with a reference implementation.
@@ -17,6 +18,7 @@ pub mod generate;
 pub mod golden;
 pub mod identity;
 pub mod import;
+pub mod loss_scale;
 pub mod metrics;
 pub mod rate;
 pub mod run;
@@ -24,5 +26,6 @@ pub mod state;
 
 pub use error::EngineError;
 pub use executor::{Executor, StepInput, StepOutcome};
+pub use loss_scale::LossScale;
 pub use run::{Interval, Run, RunEvent, RunSettings, StopReason};
 pub use state::ModelState;

@@ -17,7 +17,12 @@ pub struct StepRecord {
     /// Steps completed, this one included.
     pub step: u64,
     pub loss: f64,
-    pub grad_norm: f64,
+    /// Missing where the gradient overflowed and the step was skipped.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub grad_norm: Option<f64>,
+    /// What fp16 gradients were multiplied by.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub loss_scale: Option<f32>,
     pub lr: f64,
     /// Target tokens of this step.
     pub tokens: u64,
@@ -135,7 +140,8 @@ mod tests {
         StepRecord {
             step,
             loss: 1.5,
-            grad_norm: 1.0,
+            grad_norm: Some(1.0),
+            loss_scale: None,
             lr: 0.1,
             tokens: 10,
             eval_loss: None,

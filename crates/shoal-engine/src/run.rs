@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use shoal_data::{Dataset, Order};
 use shoal_kernels::Tensor;
-use shoal_model::Chain;
+use shoal_model::{Chain, Precision};
 use shoal_nn::{OptimizerSettings, Schedule};
 use shoal_plan::one_device::table;
 use shoal_plan::{Activations, DeviceOffer, Plan, Program, Purpose, StepShape, compile, verify};
@@ -19,6 +19,7 @@ use shoal_state::checkpoint::{Checkpoint, Entry, Header, Store};
 use crate::error::{EngineError, Result};
 use crate::executor::{Batch, Executor, StepInput};
 use crate::identity::Identity;
+use crate::loss_scale::LossScale;
 use crate::metrics::{Metrics, StepRecord};
 use crate::state::write;
 
@@ -105,6 +106,8 @@ pub struct Run {
     metrics: Metrics,
     /// Steps completed.
     step: u64,
+    /// In fp16.
+    loss_scale: Option<LossScale>,
     last_saved: Option<u64>,
 }
 
@@ -127,6 +130,9 @@ impl Run {
             None => 0,
             Some(checkpoint) => restore(checkpoint, &settings.optimizer, &mut executor)?,
         };
+        let extra = checkpoint.map(|checkpoint| &checkpoint.manifest().extra);
+        let loss_scale = (plan.precision == Precision::Fp16)
+            .then(|| extra.map_or_else(LossScale::default, LossScale::restore));
         let metrics = Metrics::open(&settings.folder, step)?;
         let order = Order::new(data.len(), settings.seed, settings.shuffle);
         Ok(Run {
@@ -143,6 +149,7 @@ impl Run {
             store,
             metrics,
             step,
+            loss_scale,
         })
     }
 
@@ -195,12 +202,11 @@ impl Run {
         let lr = settings.optimizer.lr * settings.schedule.factor(self.step, settings.steps);
         let samples = self.plan.global_batch as u64;
         let batch = Window { data: &self.data, order: &self.order, first: self.step * samples };
+        let (scale, skipped) = self.loss_scale.map_or((1.0, 0), |state| (state.scale, state.skipped));
         let input = StepInput {
-            step: self.step,
-            seed: settings.seed,
-            lr,
-            optimizer: Some(&settings.optimizer),
-            batch: &batch,
+            updates: self.step - skipped.min(self.step),
+            loss_scale: scale,
+            ..StepInput::train(self.step, settings.seed, lr, &settings.optimizer, &batch)
         };
         let outcome = self.executor.run(&self.program, &input).map_err(|error| match error {
             EngineError::NotFinite { step, what, value, .. } => {
@@ -208,6 +214,13 @@ impl Run {
             }
             other => other,
         })?;
+        if let Some(scale) = &mut self.loss_scale {
+            if outcome.overflowed && !scale.can_fall() {
+                let (step, what, value) = (self.step + 1, "norm of the gradient", outcome.gradient_norm);
+                return Err(EngineError::NotFinite { step, what, value, checkpoint: self.last_saved });
+            }
+            scale.after(outcome.overflowed);
+        }
         self.step += 1;
         let seconds = started.elapsed().as_secs_f64();
         let useful = samples as f64 * settings.flops_per_sample as f64 / seconds;
@@ -216,7 +229,8 @@ impl Run {
         Ok(StepRecord {
             step: self.step,
             loss: outcome.loss(),
-            grad_norm: outcome.gradient_norm,
+            grad_norm: (!outcome.overflowed).then_some(outcome.gradient_norm),
+            loss_scale: self.loss_scale.map(|_| scale),
             lr,
             tokens: outcome.targets,
             eval_loss: None,
@@ -244,7 +258,7 @@ impl Run {
                 self.eval_programs.insert(samples, program);
             }
             let batch = Window { data, order: &order, first };
-            let input = StepInput { step: self.step, seed: 0, lr: 0.0, optimizer: None, batch: &batch };
+            let input = StepInput::evaluate(self.step, &batch);
             let outcome = self.executor.run(&self.eval_programs[&samples], &input)?;
             loss_sum += outcome.loss_sum;
             targets += outcome.targets;
@@ -261,6 +275,10 @@ impl Run {
             let (step, what, checkpoint) = (self.step, "norm of the parameters", self.last_saved);
             return Err(EngineError::NotFinite { step, what, value: norm, checkpoint });
         }
+        let mut extra = BTreeMap::new();
+        if let Some(scale) = &self.loss_scale {
+            scale.save(&mut extra);
+        }
         let header = Header {
             job: self.identity.fingerprint(),
             step: self.step,
@@ -268,7 +286,7 @@ impl Run {
             seed: self.settings.seed,
             rng: RNG.into(),
             plan: self.plan.id(),
-            extra: BTreeMap::new(),
+            extra,
         };
         let device = self.executor.device().clone();
         let names = self.settings.optimizer.state_names();
@@ -311,10 +329,12 @@ fn evaluation_program(training: &Plan, chain: &Chain, samples: usize) -> Result<
         name: device.name.clone(),
         budget_bytes: device.budget_bytes,
         workspace_bytes: device.workspace_bytes,
+        rows_enough: usize::MAX,
     };
     let shape = StepShape {
         global_batch: samples,
         sequence: training.sequence,
+        precision: training.precision,
         optimizer_states: training.optimizer_states,
     };
     let plan = table(chain, shape, &offer, micro_batch, Activations::Keep, false);
@@ -337,5 +357,6 @@ fn restore(checkpoint: &Checkpoint, optimizer: &OptimizerSettings, executor: &mu
         }
         held.version = step;
     }
+    executor.state.refresh_copies(&*device)?;
     Ok(step)
 }

@@ -1,15 +1,19 @@
 //! Parameters, gradient sums and optimizer state of a model on one device. Every tensor carries a version,
 //! the number of updates it has seen: an instruction of step n reads version n and finds nothing else.
 
-use shoal_kernels::{Device, Tensor};
-use shoal_model::{Chain, TensorSpec};
+use shoal_kernels::{Device, Element, Tensor};
+use shoal_model::{Chain, Precision, TensorSpec};
+use shoal_nn::layer::element;
 use shoal_nn::{GradientSum, OptimizerSettings, init};
 
 use crate::error::Result;
 
 /// One tensor of the model and everything kept for it.
 pub struct Held {
+    /// The master, in fp32.
     pub parameter: Tensor,
+    /// What layers compute with, where that is not the master itself: the master, rounded.
+    pub copy: Option<Tensor>,
     /// None while an instruction has it, or where nothing is trained.
     pub gradient: Option<GradientSum>,
     pub optimizer: Vec<Tensor>,
@@ -17,10 +21,18 @@ pub struct Held {
     pub version: u64,
 }
 
+impl Held {
+    /// What layers compute with.
+    pub fn compute(&self) -> &Tensor {
+        self.copy.as_ref().unwrap_or(&self.parameter)
+    }
+}
+
 pub struct ModelState {
     pub tensors: Vec<Held>,
     /// Cosines and sines by position, for rotary models.
     pub rotary: Option<Tensor>,
+    pub precision: Precision,
 }
 
 impl ModelState {
@@ -30,10 +42,14 @@ impl ModelState {
         device: &dyn Device,
         chain: &Chain,
         sequence: usize,
+        precision: Precision,
         optimizer: Option<&OptimizerSettings>,
     ) -> Result<ModelState> {
-        let tensors =
-            chain.tensors.iter().map(|spec| allocate_one(device, spec, optimizer)).collect::<Result<_>>()?;
+        let allocate = |(index, spec)| {
+            let copy = chain.copy_elements(index, precision).map(|elements| (element(precision), elements));
+            allocate_one(device, spec, copy, optimizer)
+        };
+        let tensors = chain.tensors.iter().enumerate().map(allocate).collect::<Result<_>>()?;
         let rotary = match init::rotary_table(chain, sequence) {
             Some(table) => {
                 let mut tensor = Tensor::new(device.arena(), "the rotary table", table.len())?;
@@ -42,7 +58,7 @@ impl ModelState {
             }
             None => None,
         };
-        Ok(ModelState { tensors, rotary })
+        Ok(ModelState { tensors, rotary, precision })
     }
 
     /// Sets every parameter, tensor by tensor.
@@ -54,6 +70,16 @@ impl ModelState {
     ) -> Result {
         for (held, spec) in self.tensors.iter_mut().zip(&chain.tensors) {
             write(device, &mut held.parameter, |out| set(spec, out))?;
+        }
+        self.refresh_copies(device)
+    }
+
+    /// Makes the compute copies anew from masters that were set.
+    pub fn refresh_copies(&mut self, device: &dyn Device) -> Result {
+        for held in &mut self.tensors {
+            if let Some(copy) = &mut held.copy {
+                device.convert(&held.parameter, copy)?;
+            }
         }
         Ok(())
     }
@@ -73,12 +99,16 @@ pub fn write(device: &dyn Device, tensor: &mut Tensor, set: impl FnOnce(&mut [f3
 fn allocate_one(
     device: &dyn Device,
     spec: &TensorSpec,
+    copy: Option<(Element, usize)>,
     optimizer: Option<&OptimizerSettings>,
 ) -> Result<Held> {
     let arena = device.arena();
     let who = |what: &str| format!("{what} {}", spec.name);
     let elements = spec.elements();
     let parameter = Tensor::new(arena, &who("parameter"), elements)?;
+    let copy = copy
+        .map(|(element, elements)| Tensor::of(arena, &who("compute copy of"), element, elements))
+        .transpose()?;
     let (gradient, states) = match optimizer {
         None => (None, Vec::new()),
         Some(settings) => {
@@ -92,5 +122,5 @@ fn allocate_one(
             (Some(GradientSum { sum, started: false }), states)
         }
     };
-    Ok(Held { parameter, gradient, optimizer: states, version: 0 })
+    Ok(Held { parameter, copy, gradient, optimizer: states, version: 0 })
 }

@@ -4,8 +4,9 @@
 
 use std::path::{Path, PathBuf};
 
-use shoal_engine::golden::{GoldenDevice, GoldenSettings, check};
+use shoal_engine::golden::{EXACT, GoldenDevice, GoldenSettings, HALF_GRADIENT, check};
 use shoal_kernels::CudaDevice;
+use shoal_model::Precision;
 use shoal_plan::Activations;
 
 /// The golden folder of a model: beside this file, or where `SHOAL_GOLDENS` says, for binaries that run on
@@ -15,7 +16,7 @@ fn golden(model: &str) -> PathBuf {
     std::env::var_os("SHOAL_GOLDENS").map_or_else(beside, PathBuf::from).join(model)
 }
 
-fn compare_on(model: &str, device: GoldenDevice, tolerance: f64) -> f64 {
+fn compare_on(model: &str, device: GoldenDevice, precision: Precision, tolerance: f64) -> f64 {
     let mut worst_of_all = 0.0f64;
     for micro_batch in [1, 2, 3, 4] {
         for activations in [Activations::Keep, Activations::Recompute] {
@@ -25,11 +26,16 @@ fn compare_on(model: &str, device: GoldenDevice, tolerance: f64) -> f64 {
                     activations: Some(activations),
                     layer_first,
                     device,
+                    precision,
                 };
                 let report =
                     check(&golden(model), settings).unwrap_or_else(|error| panic!("{model}: {error}"));
-                let worst = report.worst_of_all();
-                assert!(worst <= tolerance, "{model}, {settings:?}: {worst:e}\n{report:#?}");
+                let worst = match precision {
+                    Precision::Fp32 => report.worst_of_all(),
+                    _ => report.worst_loss().max(report.whole_gradient),
+                };
+                let agrees = report.agrees(precision) && worst <= tolerance;
+                assert!(agrees, "{model}, {settings:?}: {worst:e}\n{report:#?}");
                 worst_of_all = worst_of_all.max(worst);
             }
         }
@@ -38,7 +44,7 @@ fn compare_on(model: &str, device: GoldenDevice, tolerance: f64) -> f64 {
 }
 
 fn compare(model: &str) {
-    compare_on(model, GoldenDevice::Cpu { threads: 2 }, 1e-4);
+    compare_on(model, GoldenDevice::Cpu { threads: 2 }, Precision::Fp32, 1e-4);
 }
 
 fn compare_on_gpu(model: &str) {
@@ -46,8 +52,11 @@ fn compare_on_gpu(model: &str) {
         Ok(0) => eprintln!("skipped: no GPU on this machine"),
         Err(error) => eprintln!("skipped: no GPU on this machine: {error}"),
         Ok(_) => {
-            let worst = compare_on(model, GoldenDevice::Cuda { ordinal: 0 }, 1e-3);
-            eprintln!("{model} on the GPU: off by at most {worst:.1e}");
+            for precision in Precision::ALL {
+                let tolerance = if precision == Precision::Fp32 { EXACT } else { HALF_GRADIENT };
+                let worst = compare_on(model, GoldenDevice::Cuda { ordinal: 0 }, precision, tolerance);
+                eprintln!("{model} on the GPU in {}: off by at most {worst:.1e}", precision.name());
+            }
         }
     }
 }

@@ -9,7 +9,7 @@ use shoal_engine::executor::Batch;
 use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome};
 use shoal_kernels::random::{fill_normal, fold, mix64};
 use shoal_kernels::{Arena, CpuDevice, Device};
-use shoal_model::{Chain, DecoderConfig, Dropout, presets};
+use shoal_model::{Chain, DecoderConfig, Dropout, Precision, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::one_device::table;
 use shoal_plan::{
@@ -65,9 +65,14 @@ impl Case {
             name: "cpu:0".into(),
             budget_bytes: BUDGET_BYTES,
             workspace_bytes: CpuDevice::workspace_bytes(self.threads),
+            rows_enough: CpuDevice::ROWS_ENOUGH,
         };
-        let shape =
-            StepShape { global_batch: self.global_batch, sequence: self.sequence, optimizer_states: 2 };
+        let shape = StepShape {
+            global_batch: self.global_batch,
+            sequence: self.sequence,
+            precision: Precision::Fp32,
+            optimizer_states: 2,
+        };
         let activations = if recompute { Activations::Recompute } else { Activations::Keep };
         let plan = table(&chain, shape, &offer, micro_batch, activations, layer_first);
         let program = compile(&plan, &chain, Purpose::Train).unwrap();
@@ -85,7 +90,7 @@ impl Case {
         let arena = Arena::poisoned("cpu:0", BUDGET_BYTES).unwrap();
         let device: Arc<dyn Device> = Arc::new(CpuDevice::with_arena(arena, self.threads).unwrap());
         let chain = self.chain();
-        let mut state = ModelState::allocate(&*device, &chain, self.sequence, Some(&optimizer())).unwrap();
+        let mut state = ModelState::allocate(&*device, &chain, self.sequence, Precision::Fp32, Some(&optimizer())).unwrap();
         state
             .fill(&*device, &chain, |spec, out| {
                 init::fill(spec, 3, 0, out);
@@ -105,7 +110,7 @@ impl Case {
     fn run(&self, executor: &mut Executor, program: &Program, step: u64) -> StepOutcome {
         let batch = RandomBatch { sequence: self.sequence, vocabulary: self.config.vocabulary };
         let settings = optimizer();
-        let input = StepInput { step, seed: 5, lr: 1e-3, optimizer: Some(&settings), batch: &batch };
+        let input = StepInput::train(step, 5, 1e-3, &settings, &batch);
         executor.run(program, &input).unwrap()
     }
 
@@ -292,7 +297,7 @@ fn a_step_without_any_target_is_refused_before_it_divides_by_nothing() {
     };
     let (_, program) = case.own_plan();
     let settings = optimizer();
-    let input = StepInput { step: 0, seed: 0, lr: 1e-3, optimizer: Some(&settings), batch: &NoTargets };
+    let input = StepInput::train(0, 0, 1e-3, &settings, &NoTargets);
     let error = case.executor(0.0, 0).run(&program, &input).unwrap_err();
     assert!(matches!(error, EngineError::NoTargets { step: 1, samples: 2 }), "{error}");
     assert!(matches!(program.instructions[0].op, Op::Load { .. }));

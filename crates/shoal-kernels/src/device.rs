@@ -264,6 +264,11 @@ pub trait Device: Send + Sync {
 
     fn arena(&self) -> &Arc<Arena>;
 
+    /// Bytes in use on a device with memory of its own, by whomever, as its driver counts them.
+    fn driver_bytes(&self) -> Option<u64> {
+        None
+    }
+
     /// Runs `work` where the device's operations start fastest (on the CPU, inside its thread pool).
     fn run(&self, work: &mut (dyn FnMut() + Send));
 

@@ -35,6 +35,21 @@ pub enum Slot {
     OutputWeight,
 }
 
+impl Slot {
+    /// Norms compute in fp32, whatever the precision of their layer.
+    pub fn is_norm(self) -> bool {
+        matches!(
+            self,
+            Slot::AttentionNormWeight
+                | Slot::AttentionNormBias
+                | Slot::MlpNormWeight
+                | Slot::MlpNormBias
+                | Slot::FinalNormWeight
+                | Slot::FinalNormBias
+        )
+    }
+}
+
 /// How a tensor of a new model is drawn.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {

@@ -4,17 +4,25 @@
 
 use crate::chain::{BlockSpec, EmbeddingSpec, HeadSpec, LayerKind};
 use crate::config::{Activation, Norm};
+use crate::precision::Precision;
 
 /// Every allocation is rounded up to this many bytes: a multiple of any vector register and of the
 /// alignment that GPU copies want.
 pub const GRANULE_BYTES: u64 = 256;
 
-/// Rows of logits that exist at a time where the logits are not kept.
-pub const HEAD_CHUNK_ROWS: usize = 128;
+/// Rows of logits that exist at a time where the logits are not kept: enough to keep the device busy.
+pub fn head_chunk_rows(precision: Precision) -> usize {
+    if precision.is_half() { 1024 } else { 128 }
+}
 
 /// Bytes of one allocation of 4-byte elements.
 pub fn allocation_bytes(elements: usize) -> u64 {
     (4 * elements as u64).next_multiple_of(GRANULE_BYTES)
+}
+
+/// Bytes of one allocation of activations or of a compute copy.
+pub fn compute_bytes(elements: usize, precision: Precision) -> u64 {
+    ((precision.bytes() * elements) as u64).next_multiple_of(GRANULE_BYTES)
 }
 
 /// What a forward leaves behind for the backward.
@@ -67,12 +75,12 @@ impl Meter {
 
 impl LayerKind {
     /// The footprint of `samples` samples of `sequence` tokens.
-    pub fn footprint(&self, samples: usize, sequence: usize) -> Footprint {
+    pub fn footprint(&self, samples: usize, sequence: usize, precision: Precision) -> Footprint {
         let rows = samples * sequence;
         match self {
-            LayerKind::Embedding(spec) => embedding(spec, rows),
-            LayerKind::Block(spec) => block(spec, rows),
-            LayerKind::Head(spec) => head(spec, rows),
+            LayerKind::Embedding(spec) => embedding(spec, rows, precision),
+            LayerKind::Block(spec) => block(spec, rows, precision),
+            LayerKind::Head(spec) => head(spec, rows, precision),
         }
     }
 }
@@ -85,8 +93,8 @@ pub fn norm_statistics(norm: Norm) -> usize {
     }
 }
 
-fn embedding(spec: &EmbeddingSpec, rows: usize) -> Footprint {
-    let output = allocation_bytes(rows * spec.width);
+fn embedding(spec: &EmbeddingSpec, rows: usize, precision: Precision) -> Footprint {
+    let output = compute_bytes(rows * spec.width, precision);
     let tokens = allocation_bytes(rows);
     Footprint {
         output,
@@ -99,27 +107,31 @@ fn embedding(spec: &EmbeddingSpec, rows: usize) -> Footprint {
     }
 }
 
-fn block(spec: &BlockSpec, rows: usize) -> Footprint {
-    let bytes = |per_row: usize| allocation_bytes(rows * per_row);
+fn block(spec: &BlockSpec, rows: usize, precision: Precision) -> Footprint {
+    let bytes = |per_row: usize| compute_bytes(rows * per_row, precision);
+    let float_bytes = |per_row: usize| allocation_bytes(rows * per_row);
     let boundary = bytes(spec.width);
-    let statistics = bytes(norm_statistics(spec.norm));
+    let statistics = float_bytes(norm_statistics(spec.norm));
     let (qkv, attention) = (bytes(spec.qkv_width()), bytes(spec.query_width()));
-    let logsumexp = bytes(spec.heads);
+    let logsumexp = float_bytes(spec.heads);
     let mlp = bytes(spec.mlp_width);
     let pre_activations = match spec.activation {
         Activation::GeluTanh => mlp,
         Activation::SwiGlu => 2 * mlp,
     };
-    let saved = boundary + statistics + qkv + attention + logsumexp + boundary + statistics + pre_activations;
+    let kept_activation = if spec.keeps_activation(precision) { mlp } else { 0 };
+    let saved = boundary + statistics + qkv + attention + logsumexp + boundary + statistics + pre_activations
+        + kept_activation;
 
     // The norm's output is where the block's output ends up, so it counts once.
-    let forward_peak = (saved - boundary) + boundary + mlp;
+    let forward_peak = (saved - boundary) + boundary + (mlp - kept_activation);
 
     let mut meter = Meter { live: saved, peak: saved };
     let normed = meter.take(boundary);
     let activation_gradient = meter.take(mlp);
     meter.give(match spec.activation {
-        Activation::GeluTanh => mlp, // the activation itself, once its weight gradient is done
+        // What the activation was made from (it becomes it, where that is not kept).
+        Activation::GeluTanh => mlp + kept_activation,
         Activation::SwiGlu => activation_gradient,
     });
     meter.give(match spec.activation {
@@ -128,9 +140,9 @@ fn block(spec: &BlockSpec, rows: usize) -> Footprint {
     });
     meter.give(boundary + statistics); // the MLP norm's input and statistics
     meter.take(attention); // gradient of the attention's output
-    let delta = meter.take(logsumexp);
+    let scratch = meter.take(float_bytes(spec.attention_scratch(precision)));
     let qkv_gradient = meter.take(qkv);
-    meter.give(attention + delta + attention + logsumexp + qkv);
+    meter.give(attention + scratch + attention + logsumexp + qkv);
     meter.give(qkv_gradient + normed + boundary + statistics);
     debug_assert_eq!(meter.live, 0);
 
@@ -140,18 +152,19 @@ fn block(spec: &BlockSpec, rows: usize) -> Footprint {
         saved,
         forward_peak,
         forward_lean_peak: forward_peak,
-        // No output and so no activation, but the normed rows.
+        // No output and so no activation that is not kept, but the normed rows.
         recompute_peak: saved,
         backward_peak: meter.peak - saved,
     }
 }
 
-fn head(spec: &HeadSpec, rows: usize) -> Footprint {
-    let boundary = allocation_bytes(rows * spec.width);
+fn head(spec: &HeadSpec, rows: usize, precision: Precision) -> Footprint {
+    let boundary = compute_bytes(rows * spec.width, precision);
     let statistics = allocation_bytes(rows * norm_statistics(spec.norm));
     let targets = allocation_bytes(rows);
-    let logits = allocation_bytes(rows * spec.vocabulary);
-    let chunk = allocation_bytes(rows.min(HEAD_CHUNK_ROWS) * spec.vocabulary);
+    let columns = spec.logit_columns(precision);
+    let logits = compute_bytes(rows * columns, precision);
+    let chunk = compute_bytes(rows.min(head_chunk_rows(precision)) * columns, precision);
     Footprint {
         output: 0,
         input: boundary + targets,
@@ -159,7 +172,7 @@ fn head(spec: &HeadSpec, rows: usize) -> Footprint {
         forward_peak: statistics + boundary + logits,
         forward_lean_peak: statistics + boundary + chunk,
         recompute_peak: statistics + boundary + logits,
-        // The norm's output first; the logits are gone before the input's gradient is made.
-        backward_peak: boundary.max((2 * boundary).saturating_sub(logits)),
+        // The norm's output and the gradient of its input.
+        backward_peak: 2 * boundary,
     }
 }

@@ -6,6 +6,7 @@
 //! - [`hugging_face`]: `config.json` to and from that description.
 //! - [`presets`]: the usual sizes by name.
 //! - [`chain`]: the description unrolled into layers and tensors, the rows of a plan.
+//! - [`precision`]: in which numbers it is computed, and what that changes about its tensors.
 //! - [`arithmetic`]: parameters and floating-point operations.
 //! - [`footprint`]: the bytes each layer's forward and backward take, to the byte.
 
@@ -14,9 +15,11 @@ pub mod chain;
 pub mod config;
 pub mod footprint;
 pub mod hugging_face;
+pub mod precision;
 pub mod presets;
 
 pub use chain::{BlockSpec, Chain, EmbeddingSpec, HeadSpec, Init, Layer, LayerKind, Slot, TensorSpec};
 pub use config::{Activation, Architecture, DecoderConfig, Dropout, Norm, Position, RotaryScaling};
 pub use footprint::{Footprint, Retention};
 pub use hugging_face::ConfigError;
+pub use precision::Precision;

@@ -29,12 +29,21 @@ pub struct BlockSaved {
     /// The gate's projection, in gated blocks.
     gate: Option<Tensor>,
     up: Tensor,
+    /// Where the precision keeps it.
+    activated: Option<Tensor>,
 }
 
 impl BlockSaved {
     pub(crate) fn into_input(self) -> Tensor {
         self.x
     }
+}
+
+/// The part of it that belongs to the MLP.
+struct MlpSaved {
+    gate: Option<Tensor>,
+    up: Tensor,
+    activated: Option<Tensor>,
 }
 
 /// A projection: weight, bias, and the columns of the joint rows it fills.
@@ -130,7 +139,6 @@ impl<'a> Block<'a> {
 
     /// Gradients of a projection back into the residual stream. `scratch` holds the dropped gradient where
     /// something is dropped.
-    #[allow(clippy::too_many_arguments)]
     fn back_gradient<'t>(&self, site: u64, dy: &'t Tensor, scratch: &'t mut Tensor) -> Result<Mat<'t>> {
         match self.residual_dropout(site) {
             None => Ok(self.width_rows(dy)),
@@ -173,7 +181,7 @@ pub(crate) fn forward(
     let statistics = block.attention_norm.kind.statistics();
 
     let mut normed = call.rows_of("normed rows", spec.width)?;
-    let mut attention_statistics = call.rows_of("norm statistics", statistics)?;
+    let mut attention_statistics = call.float_rows_of("norm statistics", statistics)?;
     let input = block.width_rows(&x);
     block.attention_norm.forward(device, parameters, input, &mut attention_statistics, &mut normed)?;
 
@@ -189,7 +197,7 @@ pub(crate) fn forward(
     }
 
     let mut attention = call.rows_of("attention", spec.query_width())?;
-    let mut logsumexp = call.rows_of("attention sums", spec.heads)?;
+    let mut logsumexp = call.float_rows_of("attention sums", spec.heads)?;
     device.attention(block.shape, block.attention_dropout(), &qkv, &mut attention, &mut logsumexp)?;
 
     let mut middle = call.rows_of("residual", spec.width)?;
@@ -197,39 +205,35 @@ pub(crate) fn forward(
     let output_slots = (Slot::AttentionOutputWeight, Slot::AttentionOutputBias);
     block.project_back(attended, output_slots, ATTENTION_OUTPUT_SITE, &x, &mut middle)?;
 
-    let mut mlp_statistics = call.rows_of("norm statistics", statistics)?;
+    let mut mlp_statistics = call.float_rows_of("norm statistics", statistics)?;
     let input = block.width_rows(&middle);
     block.mlp_norm.forward(device, parameters, input, &mut mlp_statistics, &mut normed)?;
 
-    let project = |weight: Slot, bias: Slot, what: &str| -> Result<Tensor> {
-        let mut out = call.rows_of(what, spec.mlp_width)?;
-        let linear = block.linear(weight, spec.width, spec.mlp_width);
-        let target = MatMut::new(&mut out, rows, spec.mlp_width);
-        device.linear(block.width_rows(&normed), linear, parameters.optional(bias), None, target)?;
-        Ok(out)
-    };
-    let gate = match spec.activation {
-        Activation::GeluTanh => None,
-        Activation::SwiGlu => Some(project(Slot::GateWeight, Slot::GateBias, "gate")?),
-    };
-    let up = project(Slot::UpWeight, Slot::UpBias, "MLP projection")?;
-
-    let output = if want_output {
-        let mut activated = call.rows_of("activation", spec.mlp_width)?;
-        match &gate {
-            None => device.gelu(&up, &mut activated)?,
-            Some(gate) => device.swiglu(gate, &up, &mut activated)?,
+    let keeps = spec.keeps_activation(call.precision);
+    let (gate, up, activated) = block.project_up(&normed, want_output || keeps)?;
+    let output = match (&activated, want_output) {
+        (Some(activated), true) => {
+            // The normed rows have done their work: their room becomes the output's.
+            let activated = Mat::new(activated, rows, spec.mlp_width);
+            let down = (Slot::DownWeight, Slot::DownBias);
+            block.project_back(activated, down, MLP_OUTPUT_SITE, &middle, &mut normed)?;
+            Some(normed)
         }
-        // The normed rows have done their work: their room becomes the output's.
-        let activated = Mat::new(&activated, rows, spec.mlp_width);
-        let down = (Slot::DownWeight, Slot::DownBias);
-        block.project_back(activated, down, MLP_OUTPUT_SITE, &middle, &mut normed)?;
-        Some(normed)
-    } else {
-        None
+        _ => None,
     };
-    let saved =
-        BlockSaved { x, attention_statistics, qkv, attention, logsumexp, middle, mlp_statistics, gate, up };
+    let activated = activated.filter(|_| keeps);
+    let saved = BlockSaved {
+        x,
+        attention_statistics,
+        qkv,
+        attention,
+        logsumexp,
+        middle,
+        mlp_statistics,
+        gate,
+        up,
+        activated,
+    };
     Ok((saved, output))
 }
 
@@ -243,10 +247,11 @@ pub(crate) fn backward(
     mut dy: Tensor,
 ) -> Result<Tensor> {
     let block = Block::new(spec, call, parameters);
-    let BlockSaved { x, attention_statistics, qkv, attention, logsumexp, middle, mlp_statistics, gate, up } =
-        saved;
+    let BlockSaved { x, attention_statistics, qkv, attention, logsumexp, .. } = saved;
+    let BlockSaved { middle, mlp_statistics, gate, up, activated, .. } = saved;
     let mut scratch = call.rows_of("scratch rows", spec.width)?;
-    block.mlp_backward(gradients, gate, up, &middle, &mlp_statistics, &mut scratch, &mut dy)?;
+    let mlp = MlpSaved { gate, up, activated };
+    block.mlp_backward(gradients, mlp, &middle, &mlp_statistics, &mut scratch, &mut dy)?;
     drop((middle, mlp_statistics));
     let qkv_gradient = block.attention_gradient(gradients, qkv, attention, logsumexp, &mut scratch, &dy)?;
     block.qkv_backward(gradients, &qkv_gradient, &x, &attention_statistics, &mut scratch, &mut dy)?;
@@ -254,57 +259,103 @@ pub(crate) fn backward(
 }
 
 impl Block<'_> {
+    /// The projections of the normed rows, and, if wanted, their activation.
+    fn project_up(&self, normed: &Tensor, activate: bool) -> Result<(Option<Tensor>, Tensor, Option<Tensor>)> {
+        let (device, mlp) = (self.call.device, self.spec.mlp_width);
+        let input = self.width_rows(normed);
+        let project = |weight: Slot, bias: Slot, out: &mut Tensor| {
+            let linear = self.linear(weight, self.spec.width, mlp);
+            let target = MatMut::new(out, self.rows, mlp);
+            device.linear(input, linear, self.parameters.optional(bias), None, target)
+        };
+        let room = |what: &str| self.call.rows_of(what, mlp);
+        match self.spec.activation {
+            Activation::GeluTanh => {
+                let mut up = room("MLP projection")?;
+                if !activate {
+                    project(Slot::UpWeight, Slot::UpBias, &mut up)?;
+                    return Ok((None, up, None));
+                }
+                let mut activated = room("activation")?;
+                let linear = self.linear(Slot::UpWeight, self.spec.width, mlp);
+                let bias = self.parameters.optional(Slot::UpBias);
+                device.linear_gelu(input, linear, bias, &mut up, &mut activated)?;
+                Ok((None, up, Some(activated)))
+            }
+            Activation::SwiGlu => {
+                let mut gate = room("gate")?;
+                project(Slot::GateWeight, Slot::GateBias, &mut gate)?;
+                let mut up = room("MLP projection")?;
+                project(Slot::UpWeight, Slot::UpBias, &mut up)?;
+                if !activate {
+                    return Ok((Some(gate), up, None));
+                }
+                let mut activated = room("activation")?;
+                device.swiglu(&gate, &up, &mut activated)?;
+                Ok((Some(gate), up, Some(activated)))
+            }
+        }
+    }
+
     /// Through the MLP and its norm; `dy` becomes the gradient of the residual stream before it.
-    #[allow(clippy::too_many_arguments)]
     fn mlp_backward(
         &self,
         gradients: &mut Gradients,
-        gate: Option<Tensor>,
-        mut up: Tensor,
+        mlp: MlpSaved,
         middle: &Tensor,
         statistics: &Tensor,
         scratch: &mut Tensor,
         dy: &mut Tensor,
     ) -> Result {
-        let (spec, device, rows, mlp) = (self.spec, self.call.device, self.rows, self.spec.mlp_width);
-        let down = (Slot::DownWeight, Slot::DownBias);
-        let mut activated_gradient = self.call.rows_of("gradient of the activation", mlp)?;
-        // (gradient of a projection's output, its slots), for the projections that fed the activation.
-        let projections: Vec<(Tensor, (Slot, Slot))> = {
-            let d = self.back_gradient(MLP_OUTPUT_SITE, dy, scratch)?;
-            let target = MatMut::new(&mut activated_gradient, rows, mlp);
-            device.linear_input_gradient(d, self.linear(Slot::DownWeight, mlp, spec.width), target, false)?;
-            match gate {
-                None => {
-                    device.gelu_backward(&mut up, &mut activated_gradient)?;
-                    self.parameter_gradients(gradients, down, Mat::new(&up, rows, mlp), d)?;
-                    drop(up);
-                    vec![(activated_gradient, (Slot::UpWeight, Slot::UpBias))]
-                }
-                Some(mut gate) => {
-                    device.swiglu_backward(&mut gate, &mut up, &mut activated_gradient)?;
-                    let activated = Mat::new(&activated_gradient, rows, mlp);
-                    self.parameter_gradients(gradients, down, activated, d)?;
-                    drop(activated_gradient);
-                    let slots = [(Slot::GateWeight, Slot::GateBias), (Slot::UpWeight, Slot::UpBias)];
-                    [gate, up].into_iter().zip(slots).collect()
-                }
-            }
-        };
-        let input = self.width_rows(middle);
-        self.mlp_norm.again(device, self.parameters, input, statistics, scratch)?;
+        let projections = self.activation_backward(gradients, mlp, scratch, dy)?;
+        let (spec, device, rows) = (self.spec, self.call.device, self.rows);
+        for (index, (gradient, (weight, _))) in projections.iter().enumerate() {
+            let linear = self.linear(*weight, spec.width, spec.mlp_width);
+            let target = MatMut::new(scratch, rows, spec.width);
+            device.linear_input_gradient(Mat::new(gradient, rows, spec.mlp_width), linear, target, index > 0)?;
+        }
+        let (norm, input) = (self.mlp_norm, self.width_rows(middle));
+        norm.backward(device, self.parameters, gradients, input, statistics, scratch, (dy, true))?;
         for (gradient, slots) in &projections {
-            let gradient = Mat::new(gradient, rows, mlp);
+            let gradient = Mat::new(gradient, rows, spec.mlp_width);
             self.parameter_gradients(gradients, *slots, self.width_rows(scratch), gradient)?;
         }
-        for (index, (gradient, (weight, _))) in projections.iter().enumerate() {
-            let linear = self.linear(*weight, spec.width, mlp);
-            let target = MatMut::new(scratch, rows, spec.width);
-            device.linear_input_gradient(Mat::new(gradient, rows, mlp), linear, target, index > 0)?;
+        Ok(())
+    }
+
+    /// Through the projection back and the activation: the gradient of each projection that fed it, and its
+    /// slots.
+    fn activation_backward(
+        &self,
+        gradients: &mut Gradients,
+        MlpSaved { gate, mut up, activated }: MlpSaved,
+        scratch: &mut Tensor,
+        dy: &Tensor,
+    ) -> Result<Vec<(Tensor, (Slot, Slot))>> {
+        let (device, rows, mlp) = (self.call.device, self.rows, self.spec.mlp_width);
+        let down = (Slot::DownWeight, Slot::DownBias);
+        let linear = self.linear(Slot::DownWeight, mlp, self.spec.width);
+        let mut gradient = self.call.rows_of("gradient of the activation", mlp)?;
+        let d = self.back_gradient(MLP_OUTPUT_SITE, dy, scratch)?;
+        if let Some(activated) = activated {
+            device.linear_gelu_input_gradient(d, linear, &up, &mut gradient)?;
+            self.parameter_gradients(gradients, down, Mat::new(&activated, rows, mlp), d)?;
+            return Ok(vec![(gradient, (Slot::UpWeight, Slot::UpBias))]);
         }
-        drop(projections);
-        let norm = self.mlp_norm;
-        norm.backward(device, self.parameters, gradients, input, statistics, scratch, dy, true)
+        device.linear_input_gradient(d, linear, MatMut::new(&mut gradient, rows, mlp), false)?;
+        match gate {
+            None => {
+                device.gelu_backward(&mut up, &mut gradient)?;
+                self.parameter_gradients(gradients, down, Mat::new(&up, rows, mlp), d)?;
+                Ok(vec![(gradient, (Slot::UpWeight, Slot::UpBias))])
+            }
+            Some(mut gate) => {
+                device.swiglu_backward(&mut gate, &mut up, &mut gradient)?;
+                self.parameter_gradients(gradients, down, Mat::new(&gradient, rows, mlp), d)?;
+                let slots = [(Slot::GateWeight, Slot::GateBias), (Slot::UpWeight, Slot::UpBias)];
+                Ok([gate, up].into_iter().zip(slots).collect())
+            }
+        }
     }
 
     /// Through the attention's output projection and the attention: the gradient of queries, keys, values.
@@ -327,7 +378,8 @@ impl Block<'_> {
             let slots = (Slot::AttentionOutputWeight, Slot::AttentionOutputBias);
             self.parameter_gradients(gradients, slots, Mat::new(&attention, rows, query), d)?;
         }
-        let mut delta = self.call.rows_of("attention deltas", spec.heads)?;
+        let per_row = spec.attention_scratch(self.call.precision);
+        let mut attention_scratch = self.call.float_rows_of("scratch of the attention", per_row)?;
         let mut qkv_gradient = self.call.rows_of("gradient of queries, keys and values", spec.qkv_width())?;
         device.attention_backward(
             self.shape,
@@ -336,7 +388,7 @@ impl Block<'_> {
             &attention,
             &logsumexp,
             &attention_gradient,
-            &mut delta,
+            &mut attention_scratch,
             &mut qkv_gradient,
         )?;
         if let Some(table) = self.call.rotary.filter(|_| spec.rotary) {
@@ -356,22 +408,21 @@ impl Block<'_> {
         dy: &mut Tensor,
     ) -> Result {
         let (spec, device, rows) = (self.spec, self.call.device, self.rows);
-        let input = self.width_rows(x);
-        self.attention_norm.again(device, self.parameters, input, statistics, scratch)?;
         let projections = qkv_projections(spec, self.parameters);
         let columns = |projection: &Projection| {
             Mat::columns(qkv_gradient, rows, projection.first, projection.outputs, spec.qkv_width())
         };
-        for projection in &projections {
-            let slots = (projection.weight, projection.bias);
-            self.parameter_gradients(gradients, slots, self.width_rows(scratch), columns(projection))?;
-        }
         for (index, projection) in projections.iter().enumerate() {
             let linear = self.linear(projection.weight, spec.width, projection.outputs);
             let target = MatMut::new(scratch, rows, spec.width);
             device.linear_input_gradient(columns(projection), linear, target, index > 0)?;
         }
-        let norm = self.attention_norm;
-        norm.backward(device, self.parameters, gradients, input, statistics, scratch, dy, true)
+        let (norm, input) = (self.attention_norm, self.width_rows(x));
+        norm.backward(device, self.parameters, gradients, input, statistics, scratch, (dy, true))?;
+        for projection in &projections {
+            let slots = (projection.weight, projection.bias);
+            self.parameter_gradients(gradients, slots, self.width_rows(scratch), columns(projection))?;
+        }
+        Ok(())
     }
 }

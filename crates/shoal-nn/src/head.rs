@@ -3,10 +3,10 @@
 
 use shoal_kernels::device::Result;
 use shoal_kernels::{Linear, LossMode, Mat, MatMut, Tensor};
-use shoal_model::footprint::HEAD_CHUNK_ROWS;
+use shoal_model::footprint::head_chunk_rows;
 use shoal_model::{HeadSpec, Slot};
 
-use crate::layer::{Call, LossSink};
+use crate::layer::{Call, LossSink, element};
 use crate::norm::NormSite;
 use crate::parameters::{Gradients, Parameters};
 
@@ -24,10 +24,11 @@ fn norm_site(spec: &HeadSpec) -> NormSite {
     NormSite::new(spec.norm, spec.norm_eps, Slot::FinalNormWeight, Slot::FinalNormBias)
 }
 
-fn output_linear<'a>(spec: &HeadSpec, parameters: &Parameters<'a>) -> Linear<'a> {
+/// The output matrix, with the rows of zeros that its copy ends in.
+fn output_linear<'a>(spec: &HeadSpec, call: &Call, parameters: &Parameters<'a>) -> Linear<'a> {
     // Every architecture stores the output matrix like the embedding it may be tied to: a row a token.
     let weight = parameters.get(Slot::OutputWeight);
-    Linear { weight, inputs: spec.width, outputs: spec.vocabulary, in_out: false }
+    Linear { weight, inputs: spec.width, outputs: spec.logit_columns(call.precision), in_out: false }
 }
 
 pub(crate) fn forward(
@@ -40,24 +41,21 @@ pub(crate) fn forward(
 ) -> Result<HeadSaved> {
     let (device, rows) = (call.device, call.rows());
     let norm = norm_site(spec);
-    let mut statistics = call.rows_of("norm statistics", norm.kind.statistics())?;
+    let mut statistics = call.float_rows_of("norm statistics", norm.kind.statistics())?;
     let mut normed = call.rows_of("normed rows", spec.width)?;
     norm.forward(device, parameters, Mat::new(&x, rows, spec.width), &mut statistics, &mut normed)?;
-    let mut logits = call.rows_of("logits", spec.vocabulary)?;
-    let target = MatMut::new(&mut logits, rows, spec.vocabulary);
-    device.linear(
-        Mat::new(&normed, rows, spec.width),
-        output_linear(spec, parameters),
-        None,
-        None,
-        target,
-    )?;
+    let columns = spec.logit_columns(call.precision);
+    let mut logits = call.rows_of("logits", columns)?;
+    let target = MatMut::new(&mut logits, rows, columns);
+    let input = Mat::new(&normed, rows, spec.width);
+    device.linear(input, output_linear(spec, call, parameters), None, None, target)?;
     let mode = LossMode::Gradient { scale: loss.scale };
-    device.cross_entropy(&targets, 0..rows, spec.vocabulary, mode, &mut logits, loss.sum)?;
+    let rows_of_logits = MatMut::columns(&mut logits, rows, 0, spec.vocabulary, columns);
+    device.cross_entropy(&targets, 0, mode, rows_of_logits, loss.sum)?;
     Ok(HeadSaved { x, _targets: targets, statistics, logits })
 }
 
-/// The loss alone: logits exist [`HEAD_CHUNK_ROWS`] rows at a time.
+/// The loss alone: logits exist some rows at a time.
 pub(crate) fn loss_only(
     spec: &HeadSpec,
     call: &Call,
@@ -68,19 +66,21 @@ pub(crate) fn loss_only(
 ) -> Result {
     let (device, rows) = (call.device, call.rows());
     let norm = norm_site(spec);
-    let mut statistics = call.rows_of("norm statistics", norm.kind.statistics())?;
+    let mut statistics = call.float_rows_of("norm statistics", norm.kind.statistics())?;
     let mut normed = call.rows_of("normed rows", spec.width)?;
     norm.forward(device, parameters, Mat::new(x, rows, spec.width), &mut statistics, &mut normed)?;
-    let chunk = rows.min(HEAD_CHUNK_ROWS);
-    let mut logits = Tensor::new(device.arena(), "a chunk of logits", chunk * spec.vocabulary)?;
-    let linear = output_linear(spec, parameters);
+    let chunk = rows.min(head_chunk_rows(call.precision));
+    let columns = spec.logit_columns(call.precision);
+    let kind = element(call.precision);
+    let mut logits = Tensor::of(device.arena(), "a chunk of logits", kind, chunk * columns)?;
+    let linear = output_linear(spec, call, parameters);
     for first in (0..rows).step_by(chunk) {
         let count = chunk.min(rows - first);
         let input = Mat::new(&normed, rows, spec.width).rows(first, count);
-        let target = MatMut::new(&mut logits, chunk, spec.vocabulary).rows(0, count);
+        let target = MatMut::new(&mut logits, chunk, columns).rows(0, count);
         device.linear(input, linear, None, None, target)?;
-        let range = first..first + count;
-        device.cross_entropy(targets, range, spec.vocabulary, LossMode::LossOnly, &mut logits, loss.sum)?;
+        let rows_of_logits = MatMut::columns(&mut logits, count, 0, spec.vocabulary, columns);
+        device.cross_entropy(targets, first, LossMode::LossOnly, rows_of_logits, loss.sum)?;
     }
     Ok(())
 }
@@ -94,23 +94,25 @@ pub(crate) fn backward(
 ) -> Result<Tensor> {
     let (device, rows) = (call.device, call.rows());
     let norm = norm_site(spec);
-    let input = Mat::new(&saved.x, rows, spec.width);
-    let logits = Mat::new(&saved.logits, rows, spec.vocabulary);
-    let mut normed = call.rows_of("normed rows", spec.width)?;
-    norm.again(device, parameters, input, &saved.statistics, &mut normed)?;
-    let (sum, more) = gradients.add_to(Slot::OutputWeight);
-    device.linear_weight_gradient(Mat::new(&normed, rows, spec.width), logits, sum, false, more)?;
-    let target = MatMut::new(&mut normed, rows, spec.width);
-    device.linear_input_gradient(logits, output_linear(spec, parameters), target, false)?;
+    let columns = spec.logit_columns(call.precision);
     let HeadSaved { x, statistics, logits, _targets } = saved;
-    drop(logits);
+    // First the gradient of the normed rows; the norm's backward then leaves the rows themselves there.
+    let mut normed = call.rows_of("normed rows", spec.width)?;
+    let target = MatMut::new(&mut normed, rows, spec.width);
+    let slopes = Mat::new(&logits, rows, columns);
+    device.linear_input_gradient(slopes, output_linear(spec, call, parameters), target, false)?;
     let mut dx = call.rows_of("gradient of the head's input", spec.width)?;
     let input = Mat::new(&x, rows, spec.width);
-    norm.backward(device, parameters, gradients, input, &statistics, &normed, &mut dx, false)?;
+    let to = (&mut dx, false);
+    norm.backward(device, parameters, gradients, input, &statistics, &mut normed, to)?;
+    let (sum, more) = gradients.add_to(Slot::OutputWeight);
+    let slopes = Mat::columns(&logits, rows, 0, spec.vocabulary, columns);
+    device.linear_weight_gradient(Mat::new(&normed, rows, spec.width), slopes, sum, false, more)?;
     Ok(dx)
 }
 
-/// Logits of each sample's last position: what the model would say next.
+/// Logits of each sample's last position, in rows of [`HeadSpec::logit_columns`]: what the model would say
+/// next.
 pub fn next_token_logits(
     spec: &HeadSpec,
     call: &Call,
@@ -121,13 +123,15 @@ pub fn next_token_logits(
     let norm = norm_site(spec);
     let arena = device.arena();
     let mut statistics = Tensor::new(arena, "norm statistics", samples * norm.kind.statistics())?;
-    let mut normed = Tensor::new(arena, "normed rows", samples * spec.width)?;
+    let kind = element(call.precision);
+    let mut normed = Tensor::of(arena, "normed rows", kind, samples * spec.width)?;
     let (stride, last) = (call.sequence * spec.width, (call.sequence - 1) * spec.width);
     let rows = Mat { tensor: x, offset: last, rows: samples, cols: spec.width, stride };
     norm.forward(device, parameters, rows, &mut statistics, &mut normed)?;
-    let mut logits = Tensor::new(arena, "next-token logits", samples * spec.vocabulary)?;
-    let target = MatMut::new(&mut logits, samples, spec.vocabulary);
+    let columns = spec.logit_columns(call.precision);
+    let mut logits = Tensor::of(arena, "next-token logits", kind, samples * columns)?;
+    let target = MatMut::new(&mut logits, samples, columns);
     let input = Mat::new(&normed, samples, spec.width);
-    device.linear(input, output_linear(spec, parameters), None, None, target)?;
+    device.linear(input, output_linear(spec, call, parameters), None, None, target)?;
     Ok(logits)
 }

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use shoal_kernels::device::Result;
 use shoal_kernels::random::fold;
-use shoal_kernels::{Device, DropoutSite, Tensor};
-use shoal_model::{LayerKind, Retention};
+use shoal_kernels::{Device, DropoutSite, Element, Tensor};
+use shoal_model::{LayerKind, Precision, Retention};
 
 use crate::block::BlockSaved;
 use crate::head::HeadSaved;
@@ -19,6 +19,15 @@ pub struct Randomness {
     pub step: u64,
 }
 
+/// What activations and compute copies are made of.
+pub fn element(precision: Precision) -> Element {
+    match precision {
+        Precision::Fp32 | Precision::Tf32 => Element::F32,
+        Precision::Bf16 => Element::Bf16,
+        Precision::Fp16 => Element::F16,
+    }
+}
+
 /// One instruction's surroundings.
 pub struct Call<'a> {
     pub device: &'a dyn Device,
@@ -27,6 +36,7 @@ pub struct Call<'a> {
     /// Samples of the micro-batch, by their numbers in the global batch.
     pub samples: Range<usize>,
     pub sequence: usize,
+    pub precision: Precision,
     /// None in evaluation: nothing is dropped.
     pub randomness: Option<Randomness>,
     /// Cosines and sines by position, for rotary models.
@@ -38,10 +48,19 @@ impl Call<'_> {
         self.samples.len() * self.sequence
     }
 
-    /// Room for `per_row` numbers a row, asked for in the layer's name.
+    /// Room for `per_row` activations a row, asked for in the layer's name.
     pub(crate) fn rows_of(&self, what: &str, per_row: usize) -> Result<Tensor> {
+        self.room(what, element(self.precision), per_row)
+    }
+
+    /// The same for numbers that are fp32 in every precision.
+    pub(crate) fn float_rows_of(&self, what: &str, per_row: usize) -> Result<Tensor> {
+        self.room(what, Element::F32, per_row)
+    }
+
+    fn room(&self, what: &str, element: Element, per_row: usize) -> Result<Tensor> {
         let who = format!("layer {} ({what} of samples {:?})", self.layer, self.samples);
-        Ok(Tensor::new(self.device.arena(), &who, self.rows() * per_row)?)
+        Ok(Tensor::of(self.device.arena(), &who, element, self.rows() * per_row)?)
     }
 
     /// The dropout of one of the layer's sites, if anything is dropped.
@@ -72,7 +91,7 @@ pub enum Saved {
 /// The loss that the last layer adds to, and what its gradient is multiplied by.
 pub struct LossSink<'a> {
     pub sum: &'a mut Tensor,
-    /// One over the target tokens of the global batch.
+    /// One over the target tokens of the global batch, times the loss scale.
     pub scale: f32,
 }
 

@@ -1,6 +1,6 @@
 //! The norms of a block and of the head: one place that knows how their statistics and gradients go.
 
-use shoal_kernels::device::Result;
+use shoal_kernels::device::{Result, Sum};
 use shoal_kernels::{Device, Mat, NormKind, Tensor};
 use shoal_model::{Norm, Slot};
 
@@ -36,19 +36,7 @@ impl NormSite {
         device.norm(self.kind, self.eps, x, weight, bias, statistics, out)
     }
 
-    pub(crate) fn again(
-        self,
-        device: &dyn Device,
-        parameters: &Parameters,
-        x: Mat,
-        statistics: &Tensor,
-        out: &mut Tensor,
-    ) -> Result {
-        let (weight, bias) = (parameters.get(self.weight), parameters.optional(self.bias));
-        device.norm_again(self.kind, x, weight, bias, statistics, out)
-    }
-
-    /// Gradients of weight and bias, then `dx (+)=` the input's.
+    /// Gradients of weight and bias, `dx (+)=` the input's; `dy` becomes the norm's output again.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn backward(
         self,
@@ -57,18 +45,21 @@ impl NormSite {
         gradients: &mut Gradients,
         x: Mat,
         statistics: &Tensor,
-        dy: &Tensor,
-        dx: &mut Tensor,
-        accumulate: bool,
+        dy: &mut Tensor,
+        dx: Sum,
     ) -> Result {
-        let ((weight, weight_more), bias) = gradients.add_to_both(self.weight, self.bias);
-        let (bias, bias_more) = match bias {
-            Some((bias, more)) => (Some(bias), more),
-            None => (None, false),
-        };
-        let more = [weight_more, bias_more];
-        device.norm_parameter_gradient(self.kind, x, statistics, dy, weight, bias, more)?;
-        let weight = parameters.get(self.weight);
-        device.norm_input_gradient(self.kind, x, weight, statistics, dy, dx, accumulate)
+        let (weight_gradient, bias_gradient) = gradients.add_to_both(self.weight, self.bias);
+        let (weight, bias) = (parameters.get(self.weight), parameters.optional(self.bias));
+        device.norm_backward(
+            self.kind,
+            x,
+            weight,
+            bias,
+            statistics,
+            dy,
+            weight_gradient,
+            bias_gradient,
+            dx,
+        )
     }
 }

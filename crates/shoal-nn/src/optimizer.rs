@@ -1,8 +1,8 @@
-//! Optimizers: what state a tensor needs beside itself, and one update of it.
+//! Optimizers: what state a tensor needs beside itself, and one update of many.
 
 use serde::{Deserialize, Serialize};
 use shoal_kernels::device::Result;
-use shoal_kernels::{AdamW, Clip, Device, Sgd, Tensor};
+use shoal_kernels::{AdamW, Device, Guard, Sgd, Updated};
 use shoal_model::TensorSpec;
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -41,32 +41,27 @@ impl OptimizerSettings {
         }
     }
 
-    /// Applies update number `update` (from 1) to one tensor. `lr` is the scheduled rate.
-    #[allow(clippy::too_many_arguments)]
+    /// Which decay a tensor has.
+    pub fn decay_of(&self, spec: &TensorSpec) -> f32 {
+        let decayed = self.decay == Decay::All || spec.is_matrix();
+        if decayed { self.weight_decay } else { 0.0 }
+    }
+
+    /// Applies update number `update` (from 1) to the tensors. `lr` is the scheduled rate.
     pub fn apply(
         &self,
         device: &dyn Device,
-        spec: &TensorSpec,
         lr: f64,
         update: u64,
-        norm_squared: &Tensor,
-        gradient: &Tensor,
-        state: &mut [Tensor],
-        parameter: &mut Tensor,
+        guard: Guard,
+        tensors: &mut [Updated],
     ) -> Result {
-        let clip = self.clip_norm.map(|max| Clip { norm_squared, max });
-        let decayed = self.decay == Decay::All || spec.is_matrix();
-        let weight_decay = if decayed { self.weight_decay } else { 0.0 };
-        match (self.kind, state) {
-            (OptimizerKind::AdamW { beta1, beta2, eps }, [first, second]) => {
-                let settings = AdamW { lr: lr as f32, beta1, beta2, eps, weight_decay, update };
-                device.adamw(&settings, clip, gradient, first, second, parameter)
+        let lr = lr as f32;
+        match self.kind {
+            OptimizerKind::AdamW { beta1, beta2, eps } => {
+                device.adamw(&AdamW { lr, beta1, beta2, eps, update }, guard, tensors)
             }
-            (OptimizerKind::Sgd { momentum }, state) => {
-                let settings = Sgd { lr: lr as f32, momentum, weight_decay, update };
-                device.sgd(&settings, clip, gradient, state.first_mut(), parameter)
-            }
-            (kind, state) => panic!("{kind:?} with {} state tensors", state.len()),
+            OptimizerKind::Sgd { momentum } => device.sgd(&Sgd { lr, momentum, update }, guard, tensors),
         }
     }
 }

@@ -2,8 +2,8 @@
 //! pile their values on top of it. A plan is accepted or refused by this number, and the engine's counted
 //! bytes never pass it.
 
-use shoal_model::Chain;
-use shoal_model::footprint::{Footprint, allocation_bytes};
+use shoal_model::footprint::{Footprint, allocation_bytes, compute_bytes};
+use shoal_model::{Chain, LayerKind, Precision};
 
 use crate::program::{Keep, Op, Program, Purpose};
 use crate::table::{Plan, Samples};
@@ -17,6 +17,8 @@ pub struct MemoryForecast {
     /// What the device takes for itself.
     pub workspace: u64,
     pub parameters: u64,
+    /// What layers compute with, where that is not the parameters themselves.
+    pub copies: u64,
     pub gradients: u64,
     pub optimizer: u64,
     /// Tables and scalars.
@@ -29,22 +31,28 @@ pub struct MemoryForecast {
 
 impl MemoryForecast {
     pub fn total(&self) -> u64 {
-        self.workspace + self.parameters + self.gradients + self.optimizer + self.constants + self.values
+        let state = self.parameters + self.copies + self.gradients + self.optimizer;
+        self.workspace + state + self.constants + self.values
     }
 }
 
 /// Follows the program's values to their highest point.
 pub fn forecast(program: &Program, plan: &Plan, chain: &Chain) -> MemoryForecast {
     let state: u64 = chain.tensors.iter().map(|tensor| allocation_bytes(tensor.elements())).sum();
+    let copies = (0..chain.tensors.len())
+        .filter_map(|tensor| chain.copy_elements(tensor, plan.precision))
+        .map(|elements| compute_bytes(elements, plan.precision))
+        .sum();
     let training = program.purpose == Purpose::Train;
     let rotary = match chain.rotary_frequencies.len() {
         0 => 0,
         pairs => allocation_bytes(plan.sequence * 2 * pairs),
     };
-    let (values, highest_at) = values_peak(program, plan.sequence, chain);
+    let (values, highest_at) = values_peak(program, plan, chain);
     MemoryForecast {
         workspace: plan.devices[program.device].workspace_bytes,
         parameters: state,
+        copies,
         gradients: if training { state } else { 0 },
         optimizer: if training { plan.optimizer_states as u64 * state } else { 0 },
         constants: rotary + ENGINE_SCALARS * allocation_bytes(2),
@@ -53,10 +61,10 @@ pub fn forecast(program: &Program, plan: &Plan, chain: &Chain) -> MemoryForecast
     }
 }
 
-fn values_peak(program: &Program, sequence: usize, chain: &Chain) -> (u64, usize) {
+fn values_peak(program: &Program, plan: &Plan, chain: &Chain) -> (u64, usize) {
     let (mut live, mut peak, mut highest_at) = (0u64, 0u64, 0usize);
     for (place, instruction) in program.instructions.iter().enumerate() {
-        let Change { peak: rise, gain, loss } = change(&instruction.op, sequence, chain);
+        let Change { peak: rise, gain, loss } = change(&instruction.op, plan.sequence, plan.precision, chain);
         if live + rise > peak {
             (peak, highest_at) = (live + rise, place);
         }
@@ -74,9 +82,10 @@ struct Change {
     loss: u64,
 }
 
-fn change(op: &Op, sequence: usize, chain: &Chain) -> Change {
-    let footprint =
-        |layer: usize, samples: Samples| chain.layers[layer].kind.footprint(samples.count(), sequence);
+fn change(op: &Op, sequence: usize, precision: Precision, chain: &Chain) -> Change {
+    let footprint = |layer: usize, samples: Samples| {
+        chain.layers[layer].kind.footprint(samples.count(), sequence, precision)
+    };
     let none = Change { peak: 0, gain: 0, loss: 0 };
     match *op {
         Op::Load { samples } => {
@@ -106,7 +115,11 @@ fn change(op: &Op, sequence: usize, chain: &Chain) -> Change {
         }
         Op::Predict { layer, samples } => {
             let Footprint { input, .. } = footprint(layer, samples);
-            let logits = allocation_bytes(samples.count() * chain.vocabulary);
+            let columns = match &chain.layers[layer].kind {
+                LayerKind::Head(spec) => spec.logit_columns(precision),
+                _ => 0,
+            };
+            let logits = compute_bytes(samples.count() * columns, precision);
             // Normed rows and statistics of one position a sample are at most what the input takes.
             Change { peak: input + logits, gain: 0, loss: input }
         }

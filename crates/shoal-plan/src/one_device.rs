@@ -2,7 +2,7 @@
 //! everything kept; if not even one sample fits so, the same with recomputation; if not even that fits, an
 //! error that says how much is needed.
 
-use shoal_model::{Chain, LayerKind};
+use shoal_model::{Chain, LayerKind, Precision};
 use thiserror::Error;
 
 use crate::compile::{CompileError, compile};
@@ -13,15 +13,14 @@ use crate::table::{
     Samples, TensorRow,
 };
 
-/// Tokens of a micro-batch past which a CPU's matrix products gain nothing more.
-const ROWS_ENOUGH: usize = 4096;
-
 /// The device to plan for.
 #[derive(Clone, Debug)]
 pub struct DeviceOffer {
     pub name: String,
     pub budget_bytes: u64,
     pub workspace_bytes: u64,
+    /// Tokens of a micro-batch past which the device's matrix products gain nothing more.
+    pub rows_enough: usize,
 }
 
 /// What the user fixed; the rest is searched.
@@ -38,6 +37,7 @@ pub struct Preferences {
 pub struct StepShape {
     pub global_batch: usize,
     pub sequence: usize,
+    pub precision: Precision,
     /// State tensors the optimizer keeps per parameter tensor.
     pub optimizer_states: usize,
 }
@@ -96,7 +96,7 @@ pub fn plan_one_device(
     };
     let sizes = match wanted.micro_batch {
         Some(size) => vec![size],
-        None => candidate_sizes(global_batch, sequence),
+        None => candidate_sizes(global_batch, sequence, device.rows_enough),
     };
     let kinds = match wanted.activations {
         Some(kind) => vec![kind],
@@ -128,8 +128,8 @@ pub fn plan_one_device(
 }
 
 /// Micro-batch sizes worth trying, the best first: as large as helps, then smaller.
-fn candidate_sizes(global_batch: usize, sequence: usize) -> Vec<usize> {
-    let most = (ROWS_ENOUGH / sequence.max(1)).clamp(1, global_batch);
+fn candidate_sizes(global_batch: usize, sequence: usize, rows_enough: usize) -> Vec<usize> {
+    let most = (rows_enough / sequence.max(1)).clamp(1, global_batch);
     // Even pieces: a ragged last micro-batch is correct but wastes a little.
     let mut sizes: Vec<usize> =
         (1..=most).rev().map(|size| global_batch.div_ceil(global_batch.div_ceil(size))).collect();
@@ -146,7 +146,7 @@ pub fn table(
     activations: Activations,
     layer_first: bool,
 ) -> Plan {
-    let StepShape { global_batch, sequence, optimizer_states } = step;
+    let StepShape { global_batch, sequence, precision, optimizer_states } = step;
     let micro_batches: Vec<Samples> = (0..global_batch)
         .step_by(micro_batch)
         .map(|start| Samples { start, end: (start + micro_batch).min(global_batch) })
@@ -172,6 +172,7 @@ pub fn table(
         format: FORMAT,
         global_batch,
         sequence,
+        precision,
         optimizer_states,
         devices: vec![DeviceRow {
             name: device.name.clone(),

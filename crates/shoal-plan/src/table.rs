@@ -6,11 +6,11 @@ use std::fmt;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
-use shoal_model::Chain;
+use shoal_model::{Chain, Precision};
 use thiserror::Error;
 
 /// Written into every plan and program; raised when their meaning changes.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
 
 /// A run of samples by their numbers in the global batch; in JSON `[start, end]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -151,6 +151,7 @@ pub struct Plan {
     pub global_batch: usize,
     /// Tokens of a sample.
     pub sequence: usize,
+    pub precision: Precision,
     /// State tensors the optimizer keeps per parameter tensor.
     pub optimizer_states: usize,
     pub devices: Vec<DeviceRow>,

@@ -2,7 +2,7 @@
 //! wherever its dependencies allow and nowhere else, and its memory forecast covers the order it was made for.
 
 use proptest::prelude::*;
-use shoal_model::{Chain, DecoderConfig, presets};
+use shoal_model::{Chain, DecoderConfig, Precision, presets};
 use shoal_plan::one_device::table;
 use shoal_plan::{
     Activations, DeviceOffer, Instruction, Op, Plan, PlanError, Preferences, Program, ProgramError, Purpose,
@@ -10,7 +10,7 @@ use shoal_plan::{
 };
 
 fn offer(budget_bytes: u64) -> DeviceOffer {
-    DeviceOffer { name: "cpu:0".into(), budget_bytes, workspace_bytes: 1 << 18 }
+    DeviceOffer { name: "cpu:0".into(), budget_bytes, workspace_bytes: 1 << 18, rows_enough: 4096 }
 }
 
 fn model() -> impl Strategy<Value = DecoderConfig> {
@@ -38,7 +38,7 @@ fn case() -> impl Strategy<Value = Case> {
         let (global_batch, micro_batch, sequence) = shape;
         let chain = Chain::new(&config);
         let activations = if recompute { Activations::Recompute } else { Activations::Keep };
-        let step = StepShape { global_batch, sequence, optimizer_states: 2 };
+        let step = StepShape { global_batch, sequence, precision: Precision::Fp32, optimizer_states: 2 };
         let plan =
             table(&chain, step, &offer(1 << 30), micro_batch.min(global_batch), activations, layer_first);
         Case { chain, plan }
@@ -138,7 +138,7 @@ proptest! {
         budget in 18u32..24,
     ) {
         let chain = Chain::new(&config);
-        let step = StepShape { global_batch, sequence: 12, optimizer_states: 2 };
+        let step = StepShape { global_batch, sequence: 12, precision: Precision::Fp32, optimizer_states: 2 };
         let plan = |budget: u64| plan_one_device(&chain, step, &offer(budget), Preferences::default());
         match plan(1 << budget) {
             Ok(planned) => prop_assert!(planned.memory.total() <= 1 << budget),
@@ -153,7 +153,7 @@ proptest! {
 
 fn small() -> (Chain, Plan) {
     let chain = Chain::new(&presets::preset("gpt2-tiny").unwrap());
-    let step = StepShape { global_batch: 4, sequence: 8, optimizer_states: 2 };
+    let step = StepShape { global_batch: 4, sequence: 8, precision: Precision::Fp32, optimizer_states: 2 };
     let plan = table(&chain, step, &offer(1 << 30), 2, Activations::Keep, false);
     (chain, plan)
 }
@@ -181,7 +181,7 @@ fn two_additions_into_one_gradient_keep_their_order() {
 fn recomputing_and_smaller_micro_batches_take_less_memory() {
     let chain = Chain::new(&presets::preset("gpt2-mini").unwrap());
     let total = |micro_batch, activations, layer_first| {
-        let step = StepShape { global_batch: 8, sequence: 128, optimizer_states: 2 };
+        let step = StepShape { global_batch: 8, sequence: 128, precision: Precision::Fp32, optimizer_states: 2 };
         let plan = table(&chain, step, &offer(1 << 40), micro_batch, activations, layer_first);
         forecast(&compile(&plan, &chain, Purpose::Train).unwrap(), &plan, &chain).values
     };

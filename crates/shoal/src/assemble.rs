@@ -11,7 +11,8 @@ use shoal_engine::import::import;
 use shoal_engine::{Executor, ModelState, rate};
 use shoal_kernels::cuda::GpuFacts;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
-use shoal_model::Chain;
+use shoal_model::{Chain, Precision};
+use shoal_nn::layer::element;
 use shoal_nn::{OptimizerSettings, init};
 use shoal_plan::{
     Activations, DeviceOffer, Plan, Planned, Preferences, Purpose, StepShape, forecast, plan_one_device,
@@ -31,6 +32,9 @@ const GPU: &str = "cuda:0";
 /// products, the tokenizer. Stated with every memory forecast. From tiny models to half a billion parameters,
 /// kept and recomputed, 15 to 26 MiB were seen on two threads.
 pub const PROCESS_BYTES: u64 = 20 << 20;
+
+/// The same on a GPU: the driver's context, the loaded kernels and libraries.
+pub const GPU_PROCESS_BYTES: u64 = 600 << 20;
 
 /// The share of the available memory a device gets where the job sets no budget.
 const DEFAULT_SHARE: f64 = 0.9;
@@ -81,15 +85,22 @@ impl LocalDevice {
         }
     }
 
-    /// An error where the model has a size this device has no kernel for.
+    /// An error where the model has a size, or the job a precision, that this device has no kernel for.
     fn assert_takes(&self, job: &Job) -> Result {
+        let precisions = self.precisions();
+        if !precisions.contains(&job.precision.name()) {
+            return Err(CliError::said(
+                format!("{} does not compute in {}", self.title(), job.precision.name()),
+                format!("set train.precision to one of {}", precisions.join(", ")),
+            ));
+        }
         let Some(facts) = &self.gpu else { return Ok(()) };
         let (head, most) = (job.config.head_size, CudaDevice::head_size_max(facts));
         if head <= most {
             return Ok(());
         }
         Err(CliError::said(
-            format!("{GPU} ({}): heads of {head} are wider than the {most} it can train", facts.model),
+            format!("{}: heads of {head} are wider than the {most} it can train", self.title()),
             "set plan.device = \"cpu\"",
         ))
     }
@@ -122,6 +133,7 @@ impl LocalDevice {
             name: self.name().into(),
             budget_bytes: self.budget_bytes,
             workspace_bytes: self.workspace_bytes(),
+            rows_enough: if self.gpu.is_some() { CudaDevice::ROWS_ENOUGH } else { CpuDevice::ROWS_ENOUGH },
         }
     }
 
@@ -130,21 +142,45 @@ impl LocalDevice {
         if self.gpu.is_some() { GPU } else { CPU }
     }
 
-    pub fn open(&self) -> Result<Arc<dyn Device>> {
-        self.open_with(self.name(), self.budget_bytes)
+    pub fn open(&self, precision: Precision) -> Result<Arc<dyn Device>> {
+        self.open_with(self.name(), precision, self.budget_bytes)
     }
 
-    fn open_with(&self, name: &str, budget_bytes: u64) -> Result<Arc<dyn Device>> {
+    fn open_with(&self, name: &str, precision: Precision, budget_bytes: u64) -> Result<Arc<dyn Device>> {
+        let tf32 = precision == Precision::Tf32;
         Ok(match self.gpu {
-            Some(_) => Arc::new(CudaDevice::new(name, 0, budget_bytes)?),
+            Some(_) => Arc::new(CudaDevice::new(name, 0, budget_bytes)?.with_tf32(tf32)),
             None => Arc::new(CpuDevice::new(name, self.threads, budget_bytes)?),
         })
     }
 
     /// The matrix rate, measured on memory of its own so that a small budget does not matter.
-    pub fn measure_rate(&self) -> Result<f64> {
-        let device = self.open_with("rate measurement", rate::BYTES_MAX + self.workspace_bytes())?;
-        Ok(rate::matrix_flops_per_second(&*device)?)
+    pub fn measure_rate(&self, precision: Precision) -> Result<f64> {
+        let bytes = rate::BYTES_MAX + self.workspace_bytes();
+        let device = self.open_with("rate measurement", precision, bytes)?;
+        Ok(rate::matrix_flops_per_second(&*device, element(precision))?)
+    }
+
+    /// Bytes beside what is counted; stated with every memory forecast.
+    pub fn process_bytes(&self) -> u64 {
+        if self.gpu.is_some() { GPU_PROCESS_BYTES } else { PROCESS_BYTES }
+    }
+
+    /// The device's name, and its model where there are several kinds.
+    fn title(&self) -> String {
+        match &self.gpu {
+            Some(facts) => format!("{GPU} ({})", facts.model),
+            None => "the processor".into(),
+        }
+    }
+
+    /// The precisions it computes in, as the job file writes them.
+    pub fn precisions(&self) -> Vec<&'static str> {
+        let computes = |precision: &Precision| match &self.gpu {
+            Some(facts) => facts.computes(element(*precision)),
+            None => !precision.is_half(),
+        };
+        Precision::ALL.iter().filter(|precision| computes(precision)).map(|precision| precision.name()).collect()
     }
 }
 
@@ -181,6 +217,7 @@ pub fn plan(job: &Job, chain: &Chain, device: &LocalDevice) -> Result<Planned> {
     let shape = StepShape {
         global_batch: job.global_batch,
         sequence: job.sequence,
+        precision: job.precision,
         optimizer_states: job.optimizer.state_names().len(),
     };
     device.assert_takes(job)?;
@@ -241,7 +278,7 @@ pub fn executor(
     optimizer: &OptimizerSettings,
     set_parameters: bool,
 ) -> Result<Executor> {
-    let mut state = ModelState::allocate(&*device, chain, job.sequence, Some(optimizer))?;
+    let mut state = ModelState::allocate(&*device, chain, job.sequence, job.precision, Some(optimizer))?;
     if set_parameters {
         match &job.weights {
             Weights::Folder(folder) => import(&Folder::open(folder)?, &*device, chain, &mut state)?,

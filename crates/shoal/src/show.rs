@@ -11,7 +11,7 @@ use shoal_engine::metrics::{RecentLosses, StepRecord};
 use shoal_model::{Architecture, Chain};
 use shoal_plan::{Activations, Planned};
 
-use crate::assemble::{LocalDevice, PROCESS_BYTES};
+use crate::assemble::LocalDevice;
 use crate::job::{Job, bytes_text, duration_text};
 
 /// Between two lines where stderr is not a terminal.
@@ -41,6 +41,11 @@ pub fn short(number: f64) -> String {
         n if n >= 1e4 => format!("{:.1} k", n / 1e3),
         n => format!("{n:.0}"),
     }
+}
+
+/// A rate in floating-point operations a second.
+pub fn flops_text(rate: f64) -> String {
+    if rate >= 1e13 { format!("{:.0} TFLOP/s", rate / 1e12) } else { format!("{:.0} GFLOP/s", rate / 1e9) }
 }
 
 /// `1 micro-batch`, `2 micro-batches`.
@@ -74,9 +79,18 @@ pub fn banner(
     let left = job.steps - resumed.unwrap_or(0).min(job.steps);
     let recomputed =
         planned.plan.layers.iter().any(|row| row.compute[0].activations == Activations::Recompute);
+    let copies = match memory.copies {
+        0 => String::new(),
+        bytes => format!(" and {} of copies in {}", bytes_text(bytes), job.precision.name()),
+    };
     let lines = [
         format!("shoal {} · {}", env!("CARGO_PKG_VERSION"), job.name),
-        format!("  device   {}, {:.0} GFLOP/s measured", device.describe(), peak / 1e9),
+        format!(
+            "  device   {}, {} in {}, measured",
+            device.describe(),
+            flops_text(peak),
+            job.precision.name()
+        ),
         format!(
             "  model    {architecture}, {} parameters: {} layers of {}, vocabulary {}",
             short(chain.parameters() as f64),
@@ -108,11 +122,12 @@ pub fn banner(
             "  memory   {} predicted of {}, and {} for the process itself",
             bytes_text(memory.total()),
             bytes_text(device.budget_bytes),
-            bytes_text(PROCESS_BYTES)
+            bytes_text(device.process_bytes())
         ),
         format!(
-            "           parameters {}, gradients {}, optimizer {}, activations {} ({})",
+            "           parameters {}{}, gradients {}, optimizer {}, activations {} ({})",
             bytes_text(memory.parameters),
+            copies,
             bytes_text(memory.gradients),
             bytes_text(memory.optimizer),
             bytes_text(memory.values),
@@ -202,11 +217,14 @@ impl Progress {
 fn step_line(record: &StepRecord, steps: u64, score: f64, left_seconds: f64) -> String {
     let mfu = record.mfu.values().next().copied().unwrap_or_default();
     let memory = record.memory_bytes.values().sum();
+    let norm = match record.grad_norm {
+        Some(norm) => format!("norm {norm:.3}"),
+        None => "overflow: skipped".into(),
+    };
     format!(
-        "step {}/{steps}  loss {:.4} (z {score:+.1})  norm {:.3}  lr {:.2e}  {} tok/s  {:.0}% of peak  {}  ETA {}",
+        "step {}/{steps}  loss {:.4} (z {score:+.1})  {norm}  lr {:.2e}  {} tok/s  {:.0}% of peak  {}  ETA {}",
         record.step,
         record.loss,
-        record.grad_norm,
         record.lr,
         short(record.tokens_per_s),
         100.0 * mfu,

@@ -41,6 +41,9 @@ pub struct CpuDevice {
 }
 
 impl CpuDevice {
+    /// Rows past which matrix products gain nothing more.
+    pub const ROWS_ENOUGH: usize = 4096;
+
     /// A device of `threads` threads with a memory budget in bytes.
     pub fn new(name: &str, threads: usize, budget: u64) -> Result<CpuDevice, MemoryError> {
         CpuDevice::with_arena(Arena::new(name, budget)?, threads)

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::{DriverError, result, sys};
 
 use crate::device::{DeviceError, Result};
+use crate::tensor::Element;
 
 /// The driver's first version that has all we call.
 const OLDEST_DRIVER: i32 = 12000;
@@ -35,6 +36,17 @@ pub struct GpuFacts {
     pub memory_bytes: u64,
     /// Bytes of shared memory that a block may ask for.
     pub shared_bytes: usize,
+}
+
+impl GpuFacts {
+    /// Whether layers can compute with elements of this kind: whether it has units for their products.
+    pub fn computes(&self, element: Element) -> bool {
+        match element {
+            Element::F32 => true,
+            Element::F16 => self.capability >= (7, 0),
+            Element::Bf16 => self.capability >= (8, 0),
+        }
+    }
 }
 
 /// Initialises the driver, once it is sure to be there; false where it says that there is no GPU.

@@ -43,6 +43,7 @@ const BLOCKS_EACH: usize = 8;
 pub struct CudaDevice {
     name: String,
     facts: GpuFacts,
+    tf32: bool,
     arena: Arc<Arena>,
     kernels: Kernels,
     blas: Mutex<Blas>,
@@ -52,6 +53,9 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
+    /// Rows past which matrix products gain nothing more.
+    pub const ROWS_ENOUGH: usize = 1 << 15;
+
     /// GPUs that can be opened; an error says what is missing.
     pub fn count() -> Result<usize> {
         context::count()
@@ -78,7 +82,13 @@ impl CudaDevice {
         let workspace = Tensor::new(&arena, "the workspace of cuBLAS", matrix::WORKSPACE_BYTES / 4)?;
         let parts = Mutex::new(Tensor::new(&arena, "the partial sums of reductions", PARTS)?);
         let blas = Mutex::new(Blas::new(context.clone(), workspace)?);
-        Ok(CudaDevice { name: name.into(), facts, arena, kernels, blas, parts, context })
+        Ok(CudaDevice { name: name.into(), facts, tf32: false, arena, kernels, blas, parts, context })
+    }
+
+    /// Lets fp32 products round their inputs to TF32.
+    pub fn with_tf32(mut self, tf32: bool) -> CudaDevice {
+        self.tf32 = tf32;
+        self
     }
 
     /// Bytes a device takes for itself.

@@ -1,5 +1,6 @@
 //! `shoal doctor`: what this machine has, what works, what to fix.
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 use std::time::Instant;
@@ -7,11 +8,13 @@ use std::time::Instant;
 use serde_json::json;
 use shoal_kernels::CudaDevice;
 use shoal_kernels::device::DeviceError;
+use shoal_model::Precision;
 
 use crate::assemble::{LocalDevice, PROCESS_BYTES};
 use crate::error::{CliError, Result};
 use crate::job::{DeviceChoice, bytes_text};
 use crate::machine;
+use crate::show::flops_text;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -24,7 +27,7 @@ const DISK_TEST_BYTES: usize = 64 << 20;
 
 pub fn run(options: Options) -> Result {
     let device = LocalDevice::new(None, None);
-    let flops = device.measure_rate()?;
+    let flops = device.measure_rate(Precision::Fp32)?;
     let disk = disk_bytes_per_second(Path::new("."));
     let gpu = find_gpu();
     if options.json {
@@ -38,8 +41,10 @@ pub fn run(options: Options) -> Result {
                 "default_budget_bytes": device.budget_bytes,
                 "disk_write_bytes_per_second": disk.as_ref().ok(),
                 "nvidia_gpu_present": !matches!(gpu, Ok(None)), "gpu_used": matches!(gpu, Ok(Some(_))),
-                "gpu": gpu.as_ref().ok().and_then(Option::as_ref).map(|(gpu, flops)| json!({
-                    "kind": gpu.kind(), "matrix_flops_per_second": flops,
+                "gpu": gpu.as_ref().ok().and_then(Option::as_ref).map(|(gpu, rates)| json!({
+                    "kind": gpu.kind(), "matrix_flops_per_second": rates[0].1,
+                    "matrix_flops_per_second_by_precision":
+                        rates.iter().map(|(precision, rate)| (precision.name(), rate)).collect::<BTreeMap<_, _>>(),
                     "default_budget_bytes": gpu.budget_bytes,
                 })),
             })
@@ -67,12 +72,18 @@ pub fn run(options: Options) -> Result {
         Err(error) => println!("fix   disk        this folder cannot be written: {error}"),
     }
     match gpu {
-        Ok(Some((gpu, flops))) => println!(
-            "ok    GPU         {}, {:.0} GFLOP/s in fp32, measured; a job trains on it, with {}, unless plan.device says otherwise",
-            gpu.describe(),
-            flops / 1e9,
-            bytes_text(gpu.budget_bytes)
-        ),
+        Ok(Some((gpu, rates))) => {
+            println!("ok    GPU         {}", gpu.describe());
+            let rates: Vec<String> = rates
+                .iter()
+                .map(|(precision, rate)| format!("{} in {}", flops_text(*rate), precision.name()))
+                .collect();
+            println!("                  {}, measured", rates.join(", "));
+            println!(
+                "                  a job trains on it, with {}, unless plan.device says otherwise",
+                bytes_text(gpu.budget_bytes)
+            );
+        }
         Ok(None) => println!("note  GPU         none found: jobs train on the processor"),
         Err(error) => {
             println!("fix   GPU         {error}");
@@ -84,8 +95,11 @@ pub fn run(options: Options) -> Result {
     Ok(())
 }
 
-/// The GPU with its measured rate, where there is one; an error where there is one that cannot be used.
-fn find_gpu() -> Result<Option<(LocalDevice, f64)>> {
+/// A GPU with its measured rates, fp32 first.
+type Measured = (LocalDevice, Vec<(Precision, f64)>);
+
+/// The GPU with its measured rates, where there is one; an error where there is one that cannot be used.
+fn find_gpu() -> Result<Option<Measured>> {
     match CudaDevice::count() {
         // No driver on a machine without a GPU is nothing to fix.
         Ok(0) => return Ok(None),
@@ -94,8 +108,11 @@ fn find_gpu() -> Result<Option<(LocalDevice, f64)>> {
         Err(error) => return Err(error.into()),
     }
     let gpu = LocalDevice::choose(DeviceChoice::Cuda, None, None)?;
-    let flops = gpu.measure_rate()?;
-    Ok(Some((gpu, flops)))
+    let known = gpu.precisions();
+    let computed = Precision::ALL.into_iter().filter(|precision| known.contains(&precision.name()));
+    let rates = computed.map(|precision| Ok((precision, gpu.measure_rate(precision)?)));
+    let rates = rates.collect::<Result<Vec<_>>>()?;
+    Ok(Some((gpu, rates)))
 }
 
 /// Writes a temporary file in the folder and flushes it to the disk.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde_json::json;
 use shoal_engine::ModelState;
 use shoal_kernels::CpuDevice;
-use shoal_model::Chain;
+use shoal_model::{Chain, Precision};
 use shoal_state::hugging_face::{ExportOptions, export};
 use shoal_state::tensors::TensorData;
 
@@ -38,7 +38,7 @@ pub fn run(options: Options) -> Result {
         + CpuDevice::workspace_bytes(1)
         + (1 << 20);
     let device = CpuDevice::new("cpu:0", 1, bytes)?;
-    let mut state = ModelState::allocate(&device, &chain, 1, None)?;
+    let mut state = ModelState::allocate(&device, &chain, 1, Precision::Fp32, None)?;
     model.fill(&device, &chain, &mut state)?;
     let tensors: Vec<TensorData> = state
         .tensors

@@ -7,7 +7,7 @@ use serde_json::json;
 use shoal_model::Chain;
 use shoal_plan::Planned;
 
-use crate::assemble::{self, LocalDevice, PROCESS_BYTES};
+use crate::assemble::{self, LocalDevice};
 use crate::error::{CliError, Result};
 use crate::job::{Job, bytes_text};
 use crate::show::{grouped, short};
@@ -42,9 +42,9 @@ pub fn run(options: Options) -> Result {
         write_json(path, &planned.program)?;
     }
     if options.json {
-        println!("{}", summary_json(&planned));
+        println!("{}", summary_json(&planned, &device));
     } else {
-        print_table(&job, &chain, &planned);
+        print_table(&job, &chain, &device, &planned);
     }
     Ok(())
 }
@@ -55,7 +55,7 @@ fn write_json(path: &Path, value: &impl Serialize) -> Result {
     std::fs::write(path, text + "\n").map_err(CliError::at(path))
 }
 
-fn summary_json(planned: &Planned) -> serde_json::Value {
+fn summary_json(planned: &Planned, device: &LocalDevice) -> serde_json::Value {
     let memory = &planned.memory;
     json!({
         "plan_id": planned.plan.id(),
@@ -63,20 +63,22 @@ fn summary_json(planned: &Planned) -> serde_json::Value {
         "instructions": planned.program.instructions.len(),
         "memory": {
             "total_bytes": memory.total(), "workspace_bytes": memory.workspace,
-            "parameters_bytes": memory.parameters, "gradients_bytes": memory.gradients,
+            "parameters_bytes": memory.parameters, "copies_bytes": memory.copies,
+            "gradients_bytes": memory.gradients,
             "optimizer_bytes": memory.optimizer, "constants_bytes": memory.constants,
-            "values_bytes": memory.values, "process_bytes": PROCESS_BYTES,
+            "values_bytes": memory.values, "process_bytes": device.process_bytes(),
             "highest_at": planned.program.instructions[memory.highest_at].to_string(),
         },
     })
 }
 
-fn print_table(job: &Job, chain: &Chain, planned: &Planned) {
+fn print_table(job: &Job, chain: &Chain, device: &LocalDevice, planned: &Planned) {
     let plan = &planned.plan;
     println!(
-        "plan {} for {}: {} samples of {} tokens a step",
+        "plan {} for {} in {}: {} samples of {} tokens a step",
         plan.id(),
         job.name,
+        plan.precision.name(),
         plan.global_batch,
         plan.sequence
     );
@@ -119,6 +121,7 @@ fn print_table(job: &Job, chain: &Chain, planned: &Planned) {
     );
     for (name, bytes) in [
         ("parameters", memory.parameters),
+        ("copies", memory.copies),
         ("gradients", memory.gradients),
         ("optimizer", memory.optimizer),
         ("activations", memory.values),
@@ -127,6 +130,6 @@ fn print_table(job: &Job, chain: &Chain, planned: &Planned) {
         println!("  {name:<12} {:>10}", bytes_text(bytes));
     }
     println!("  highest at   {}", planned.program.instructions[memory.highest_at]);
-    println!("  and about {} for the process itself", bytes_text(PROCESS_BYTES));
+    println!("  and about {} for the process itself", bytes_text(device.process_bytes()));
     println!("\nprogram: {} instructions", planned.program.instructions.len());
 }

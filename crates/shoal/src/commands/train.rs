@@ -46,6 +46,10 @@ pub struct Summary {
     pub reason: StopReason,
     pub predicted_bytes: u64,
     pub counted_bytes: u64,
+    /// Beside what is counted, as forecast.
+    pub process_bytes: u64,
+    /// What a GPU's driver counts.
+    pub driver_bytes: Option<u64>,
 }
 
 pub fn run(options: Options) -> Result {
@@ -62,7 +66,8 @@ pub fn run(options: Options) -> Result {
                 "finished": summary.reason == StopReason::Finished,
                 "memory": {
                     "predicted_bytes": summary.predicted_bytes, "counted_bytes": summary.counted_bytes,
-                    "process_bytes": assemble::PROCESS_BYTES, "resident_peak_bytes": resident,
+                    "process_bytes": summary.process_bytes, "resident_peak_bytes": resident,
+                    "driver_bytes": summary.driver_bytes,
                 },
             })
         );
@@ -164,7 +169,7 @@ pub fn train(
     let identity = Identity::new(job.fixed_keys(&data.train.fingerprint()), free, config);
     if let Some(there) = &there {
         identity.compare(there, &job.run_folder)?;
-        for change in identity.changes(there, &["train.optimizer", "train.schedule"]) {
+        for change in identity.changes(there, &["train.optimizer", "train.schedule", "train.precision"]) {
             eprintln!("note: {change}");
         }
     }
@@ -189,11 +194,11 @@ pub fn train(
             ));
         }
     }
-    let peak = device.measure_rate()?;
+    let peak = device.measure_rate(job.precision)?;
     if !quiet {
         eprintln!("{}", banner(job, &chain, &device, &data.train, &planned, peak, resumed));
     }
-    let executor = assemble::executor(job, &chain, device.open()?, &job.optimizer, checkpoint.is_none())?;
+    let executor = assemble::executor(job, &chain, device.open(job.precision)?, &job.optimizer, checkpoint.is_none())?;
     // Only now: a model that cannot be read must not bind the folder to the job that named it.
     identity.claim(&job.run_folder)?;
     let settings = RunSettings {
@@ -244,6 +249,8 @@ pub fn train(
         reason,
         predicted_bytes,
         counted_bytes: run.executor().device().arena().peak(),
+        process_bytes: device.process_bytes(),
+        driver_bytes: run.executor().device().driver_bytes(),
     })
 }
 

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use shoal_engine::Interval;
-use shoal_model::{DecoderConfig, hugging_face, presets};
+use shoal_model::{DecoderConfig, Precision, hugging_face, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule, ScheduleKind};
 use shoal_plan::{Activations, Preferences};
 
@@ -57,6 +57,7 @@ pub struct Job {
     pub global_batch: usize,
     pub steps: u64,
     pub seed: u64,
+    pub precision: Precision,
     pub optimizer: OptimizerSettings,
     pub schedule: Schedule,
     pub run_folder: PathBuf,
@@ -126,6 +127,7 @@ impl Job {
             ("name".to_owned(), json!(self.name)),
             ("data.tokenizer".to_owned(), json!(self.tokenizer_path())),
             ("train.steps".to_owned(), json!(self.steps)),
+            ("train.precision".to_owned(), json!(self.precision)),
             ("train.optimizer".to_owned(), json!(self.optimizer)),
             ("train.schedule".to_owned(), json!(self.schedule)),
         ])
@@ -180,15 +182,14 @@ impl Validator<'_> {
         if train.steps == 0 {
             return Err(self.bad("train.steps", "is 0", "train at least one step"));
         }
-        if train.precision != "fp32" {
-            let known = ["bf16", "fp16"].contains(&train.precision.as_str());
-            let (what, hint) = if known {
-                ("is not supported by this version yet", "set precision = \"fp32\"")
-            } else {
-                ("is not a precision", "the precisions are fp32, bf16 and fp16")
-            };
-            return Err(self.bad("train.precision", format!("\"{}\" {what}", train.precision), hint));
-        }
+        let precision = Precision::ALL.into_iter().find(|known| known.name() == train.precision);
+        let Some(precision) = precision else {
+            return Err(self.bad(
+                "train.precision",
+                format!("\"{}\" is not a precision", train.precision),
+                "the precisions are fp32, tf32, bf16 and fp16",
+            ));
+        };
         let interval = |key: &str, text: &str| {
             units::interval(text).map_err(|what| {
                 self.bad(key, what, "write \"100 steps\", \"30s\", \"5m\", \"2h\" or \"auto\"")
@@ -230,6 +231,7 @@ impl Validator<'_> {
             global_batch: train.global_batch,
             steps: train.steps,
             seed: train.seed,
+            precision,
             optimizer: self.optimizer(train.optimizer)?,
             schedule: self.schedule(train.schedule)?,
             run_folder: join(base, &run_folder),

@@ -1,0 +1,91 @@
+//! In which numbers a model is computed. Master parameters, gradients, norms, softmax, loss and optimizer
+//! are fp32 in every precision; what changes is what activations and the parameters' compute copies are.
+
+use serde::{Deserialize, Serialize};
+
+use crate::chain::{BlockSpec, Chain, HeadSpec, Slot};
+use crate::config::Activation;
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    #[default]
+    Fp32,
+    /// fp32 in memory; matrix products round their inputs to 19 bits where the device has units for that.
+    Tf32,
+    Bf16,
+    /// Its range is small: the loss is scaled up, and a step that overflows is skipped.
+    Fp16,
+}
+
+/// Rows of an output matrix's copy, and so columns of logits, are padded to a multiple of this: fast matrix
+/// products want rows that start on multiples of 16 bytes, and vocabularies are often odd.
+const LOGIT_COLUMNS: usize = 64;
+
+impl Precision {
+    pub const ALL: [Precision; 4] = [Precision::Fp32, Precision::Tf32, Precision::Bf16, Precision::Fp16];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Precision::Fp32 => "fp32",
+            Precision::Tf32 => "tf32",
+            Precision::Bf16 => "bf16",
+            Precision::Fp16 => "fp16",
+        }
+    }
+
+    /// Whether layers compute on two-byte elements, with copies of the parameters made for that.
+    pub fn is_half(self) -> bool {
+        matches!(self, Precision::Bf16 | Precision::Fp16)
+    }
+
+    /// Bytes of an activation's element.
+    pub fn bytes(self) -> usize {
+        if self.is_half() { 2 } else { 4 }
+    }
+}
+
+impl HeadSpec {
+    /// Elements from one row of logits to the next.
+    pub fn logit_columns(&self, precision: Precision) -> usize {
+        match precision.is_half() {
+            true => self.vocabulary.next_multiple_of(LOGIT_COLUMNS),
+            false => self.vocabulary,
+        }
+    }
+}
+
+impl BlockSpec {
+    /// Whether the activation is kept for the backward beside what it was made from. In half precision a
+    /// product's epilogue makes both at once, and making it again would cost a pass over memory.
+    pub fn keeps_activation(&self, precision: Precision) -> bool {
+        precision.is_half() && self.activation == Activation::GeluTanh
+    }
+
+    /// fp32 elements per row that the attention's backward works in: a number a head, and in half precision
+    /// room for fused kernels to sum the queries' gradient in fp32.
+    pub fn attention_scratch(&self, precision: Precision) -> usize {
+        match precision.is_half() {
+            true => 2 * self.heads + self.query_width(),
+            false => self.heads,
+        }
+    }
+}
+
+impl Chain {
+    /// Elements of the copy that layers compute with; `None` where they compute with the parameter itself.
+    pub fn copy_elements(&self, tensor: usize, precision: Precision) -> Option<usize> {
+        if !precision.is_half() {
+            return None;
+        }
+        let slots = || self.layers.iter().flat_map(|layer| &layer.tensors).filter(|(_, index)| *index == tensor);
+        if slots().any(|(slot, _)| slot.is_norm()) {
+            return None;
+        }
+        let spec = &self.tensors[tensor];
+        match slots().any(|(slot, _)| *slot == Slot::OutputWeight) {
+            true => Some(spec.shape[0].next_multiple_of(LOGIT_COLUMNS) * spec.shape[1]),
+            false => Some(spec.elements()),
+        }
+    }
+}
