@@ -1,11 +1,11 @@
-//! The device operations on an NVIDIA GPU. Driver, cuBLAS and NVRTC are loaded when a device is opened: the
-//! same binary starts on machines that have none of them, and says what is missing.
+//! The device operations on an NVIDIA GPU. Driver, cuBLASLt and NVRTC are loaded when a device is opened:
+//! the same binary starts on machines that have none of them, and says what is missing.
 //!
 //! - [`context`]: the driver's context and the one stream, in whose order everything happens.
 //! - [`space`]: addresses reserved at once, memory put behind them as the arena grows.
 //! - [`compile`]: the kernels' source to machine code, kept on disk.
 //! - [`launch`]: kernels by name.
-//! - [`matrix`]: products by cuBLAS, in plain fp32.
+//! - [`matrix`]: products by cuBLASLt, with what follows them.
 //! - [`reduce`], [`attention`]: operations of more than one kernel; the others stand in [`operations`].
 //!
 //! Operations return when they are queued; reading a number waits. Sums are made in an order that depends
@@ -46,7 +46,9 @@ pub struct CudaDevice {
     tf32: bool,
     arena: Arc<Arena>,
     kernels: Kernels,
-    blas: Mutex<Blas>,
+    blas: Blas,
+    /// What cuBLASLt uses for itself, one product after the other.
+    workspace: Tensor,
     /// Partial sums between the two stages of a reduction; locked until both are queued.
     parts: Mutex<Tensor>,
     context: Arc<Context>,
@@ -79,10 +81,11 @@ impl CudaDevice {
         let kernels = Kernels::load(context.clone(), facts.capability, facts.shared_bytes)?;
         let space = DeviceSpace::reserve(context.clone(), reserve_bytes(budget))?;
         let arena = Arena::over(name, budget, Box::new(space), false);
-        let workspace = Tensor::new(&arena, "the workspace of cuBLAS", matrix::WORKSPACE_BYTES / 4)?;
+        let workspace = Tensor::new(&arena, "the workspace of cuBLASLt", matrix::WORKSPACE_BYTES / 4)?;
         let parts = Mutex::new(Tensor::new(&arena, "the partial sums of reductions", PARTS)?);
-        let blas = Mutex::new(Blas::new(context.clone(), workspace)?);
-        Ok(CudaDevice { name: name.into(), facts, tf32: false, arena, kernels, blas, parts, context })
+        let blas = Blas::new(context.clone())?;
+        let name = name.into();
+        Ok(CudaDevice { name, facts, tf32: false, arena, kernels, blas, workspace, parts, context })
     }
 
     /// Lets fp32 products round their inputs to TF32.
@@ -94,11 +97,6 @@ impl CudaDevice {
     /// Bytes a device takes for itself.
     pub fn workspace_bytes() -> u64 {
         (matrix::WORKSPACE_BYTES + 4 * PARTS) as u64
-    }
-
-    fn blas(&self) -> MutexGuard<'_, Blas> {
-        // The handle holds no state between calls that a panic could leave half made.
-        self.blas.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn parts(&self) -> MutexGuard<'_, Tensor> {
