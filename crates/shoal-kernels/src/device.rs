@@ -255,6 +255,14 @@ pub struct Sgd {
     pub update: u64,
 }
 
+/// What one kind of kernel took while a device was profiled.
+#[derive(Clone, Debug)]
+pub struct Span {
+    pub name: String,
+    pub calls: usize,
+    pub seconds: f64,
+}
+
 /// A scalar is a tensor of two elements holding one f64: losses and norms stay on the device until someone
 /// asks for them.
 pub const SCALAR_ELEMENTS: usize = 2;
@@ -267,6 +275,12 @@ pub trait Device: Send + Sync {
     /// Bytes in use on a device with memory of its own, by whomever, as its driver counts them.
     fn driver_bytes(&self) -> Option<u64> {
         None
+    }
+
+    /// Starts or stops timing kernels; the spans since it was started. A device that does not time its
+    /// kernels has none.
+    fn profile(&self, _on: bool) -> Result<Vec<Span>> {
+        Ok(Vec::new())
     }
 
     /// Runs `work` where the device's operations start fastest (on the CPU, inside its thread pool).

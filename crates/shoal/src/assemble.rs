@@ -87,13 +87,7 @@ impl LocalDevice {
 
     /// An error where the model has a size, or the job a precision, that this device has no kernel for.
     fn assert_takes(&self, job: &Job) -> Result {
-        let precisions = self.precisions();
-        if !precisions.contains(&job.precision.name()) {
-            return Err(CliError::said(
-                format!("{} does not compute in {}", self.title(), job.precision.name()),
-                format!("set train.precision to one of {}", precisions.join(", ")),
-            ));
-        }
+        self.assert_computes(job.precision)?;
         let Some(facts) = &self.gpu else { return Ok(()) };
         let (head, most) = (job.config.head_size, CudaDevice::head_size_max(facts));
         if head <= most {
@@ -102,6 +96,17 @@ impl LocalDevice {
         Err(CliError::said(
             format!("{}: heads of {head} are wider than the {most} it can train", self.title()),
             "set plan.device = \"cpu\"",
+        ))
+    }
+
+    pub fn assert_computes(&self, precision: Precision) -> Result {
+        let precisions = self.precisions();
+        if precisions.contains(&precision.name()) {
+            return Ok(());
+        }
+        Err(CliError::said(
+            format!("{} does not compute in {}", self.title(), precision.name()),
+            format!("set train.precision to one of {}", precisions.join(", ")),
         ))
     }
 

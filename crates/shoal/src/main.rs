@@ -12,7 +12,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{demo, doctor, export, generate, init, plan, train, verify};
+use crate::commands::{bench, demo, doctor, export, generate, init, plan, train, verify};
 
 /// Trains large neural networks on the accelerators people can actually get.
 #[derive(Parser)]
@@ -38,6 +38,8 @@ enum Command {
     Export(export::Options),
     /// Continue a prompt with a trained model
     Generate(generate::Options),
+    /// How fast a model trains here, beside PyTorch where there is one
+    Bench(bench::Options),
     /// Compare with a reference implementation's logits, gradients and losses
     Verify(verify::Options),
 }
@@ -51,6 +53,7 @@ fn main() -> ExitCode {
         Command::Plan(options) => plan::run(options),
         Command::Export(options) => export::run(options),
         Command::Generate(options) => generate::run(options),
+        Command::Bench(options) => bench::run(options),
         Command::Verify(options) => verify::run(options),
     };
     match result {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{DriverError, result, sys};
 
+use super::profile::Profile;
 use crate::device::{DeviceError, Result};
 use crate::tensor::Element;
 
@@ -18,6 +19,7 @@ pub(super) struct Context {
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
+    pub(super) profile: Profile,
 }
 
 // SAFETY: the driver's handles may be used from any thread; each call makes the context current first.
@@ -61,13 +63,16 @@ fn start_driver() -> Result<bool> {
         Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => return Ok(false),
         Err(error) => return Err(failed("cuda", "cuInit", error)),
     }
-    let mut version = 0;
-    // SAFETY: writes one integer.
-    check("cuda", "cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) })?;
-    if version < OLDEST_DRIVER {
-        return Err(DeviceError::OldDriver { found: version, needed: OLDEST_DRIVER });
-    }
+    needs_driver(OLDEST_DRIVER)?;
     Ok(true)
+}
+
+/// An error where the driver is older than some version.
+pub(super) fn needs_driver(needed: i32) -> Result {
+    let mut found = 0;
+    // SAFETY: writes one integer.
+    check("cuda", "cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut found) })?;
+    if found < needed { Err(DeviceError::OldDriver { found, needed }) } else { Ok(()) }
 }
 
 /// GPUs of this machine; an error says why none can be used.
@@ -106,7 +111,8 @@ impl Context {
         let context =
             unsafe { result::primary_ctx::retain(device) }.map_err(refused("cuDevicePrimaryCtxRetain"))?;
         // From here on, dropping gives back what was taken.
-        let mut opened = Context { name: name.into(), device, context, stream: std::ptr::null_mut() };
+        let (stream, profile) = (std::ptr::null_mut(), Profile::default());
+        let mut opened = Context { name: name.into(), device, context, stream, profile };
         opened.enter()?;
         opened.stream = result::stream::create(result::stream::StreamKind::NonBlocking)
             .map_err(refused("cuStreamCreate"))?;

@@ -31,9 +31,14 @@ impl CudaDevice {
     /// # Safety
     /// As for `Blas::product`.
     unsafe fn product(&self, product: &Product) -> Result<bool> {
+        let name = || {
+            let (m, n, k) = product.shape;
+            format!("product {m} x {n} x {k}{}", product.epilogue.name())
+        };
+        let workspace = (self.workspace.at(0), self.workspace.bytes());
         // SAFETY: by this function's contract; products follow each other on one stream, so they may share
         // the workspace.
-        unsafe { self.blas.product(product, (self.workspace.at(0), self.workspace.bytes())) }
+        self.context.timed(name, || unsafe { self.blas.product(product, workspace) })
     }
 
     /// `out (+)= a * b`, for which there is always an algorithm.

@@ -98,6 +98,16 @@ struct Parts {
 }
 
 impl Epilogue {
+    /// What it adds to a product's name in a profile.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Epilogue::Plain => "",
+            Epilogue::Bias(_) => ", bias",
+            Epilogue::Gelu { .. } => ", GELU",
+            Epilogue::GeluBackward { .. } => ", GELU backward",
+        }
+    }
+
     fn parts(self) -> Parts {
         match self {
             Epilogue::Plain => Parts { kind: Kind::CUBLASLT_EPILOGUE_DEFAULT, bias: None, before: None },

@@ -6,6 +6,7 @@
 //! - [`compile`]: the kernels' source to machine code, kept on disk.
 //! - [`launch`]: kernels by name.
 //! - [`matrix`]: products by cuBLASLt, with what follows them.
+//! - [`profile`]: how long each of them takes, where someone asks.
 //! - [`reduce`], [`attention`]: operations of more than one kernel; the others stand in [`operations`].
 //!
 //! Operations return when they are queued; reading a number waits. Sums are made in an order that depends
@@ -18,6 +19,7 @@ mod launch;
 mod linear;
 mod matrix;
 mod operations;
+mod profile;
 mod reduce;
 mod space;
 

@@ -1,5 +1,6 @@
 //! One file a command. Each validates, calls the crates below and prints.
 
+pub mod bench;
 pub mod demo;
 pub mod doctor;
 pub mod export;

@@ -19,7 +19,7 @@ use shoal_plan::{Activations, Preferences};
 
 use crate::error::{CliError, Result};
 
-pub use units::{bytes_text, duration_text};
+pub use units::{bytes as parse_bytes, bytes_text, duration_text};
 
 /// Where parameters come from.
 #[derive(Clone, Debug, PartialEq)]

@@ -34,7 +34,7 @@ pub(super) fn interval(text: &str) -> Result<Interval, String> {
 }
 
 /// `512MiB`, `4GiB`, `8GB`, `1000000`; otherwise what is wrong.
-pub(super) fn bytes(text: &str) -> Result<u64, String> {
+pub fn bytes(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let split = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(text.len());
     let unclear = || format!("is \"{text}\", which is no size");

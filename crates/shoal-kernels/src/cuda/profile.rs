@@ -1,0 +1,86 @@
+//! Where the time goes: events around each kernel while someone asks, nothing at all otherwise.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use cudarc::driver::sys;
+
+use super::context::{self, Context};
+use crate::device::{Result, Span};
+
+/// The first driver that tells the time between events by the call we use.
+const EVENT_TIMES: i32 = 12080;
+
+/// Kernels timed since profiling was started, or `None`.
+#[derive(Default)]
+pub(super) struct Profile(Mutex<Option<Vec<Timed>>>);
+
+struct Timed {
+    name: String,
+    start: sys::CUevent,
+    end: sys::CUevent,
+}
+
+// SAFETY: events are handles of the driver, which may be used from any thread.
+unsafe impl Send for Timed {}
+
+impl Profile {
+    fn timed(&self) -> std::sync::MutexGuard<'_, Option<Vec<Timed>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Context {
+    /// Does some work that queues kernels, and takes its time where that is wanted.
+    pub(super) fn timed<T>(
+        &self,
+        name: impl FnOnce() -> String,
+        work: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        if self.profile.timed().is_none() {
+            return work();
+        }
+        let start = self.mark()?;
+        let result = work()?;
+        let end = self.mark()?;
+        if let Some(timed) = self.profile.timed().as_mut() {
+            timed.push(Timed { name: name(), start, end });
+        }
+        Ok(result)
+    }
+
+    /// An event at the stream's end.
+    fn mark(&self) -> Result<sys::CUevent> {
+        self.enter()?;
+        let mut event = std::ptr::null_mut();
+        // SAFETY: writes one handle.
+        self.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, 0) })?;
+        // SAFETY: the event is new, the stream lives as long as `self`.
+        self.check("cuEventRecord", unsafe { sys::cuEventRecord(event, self.stream()) })?;
+        Ok(event)
+    }
+
+    /// Starts or stops; what was timed until now, by name.
+    pub(super) fn switch_profile(&self, on: bool) -> Result<Vec<Span>> {
+        self.wait()?;
+        if on {
+            context::needs_driver(EVENT_TIMES)?;
+        }
+        let timed = std::mem::replace(&mut *self.profile.timed(), on.then(Vec::new));
+        let mut spans: HashMap<String, Span> = HashMap::new();
+        for Timed { name, start, end } in timed.into_iter().flatten() {
+            let mut milliseconds = 0.0f32;
+            // SAFETY: both events were recorded and the stream has passed them; destroyed once.
+            unsafe {
+                let taken = sys::cuEventElapsedTime_v2(&mut milliseconds, start, end);
+                self.check("cuEventElapsedTime", taken)?;
+                self.check("cuEventDestroy", sys::cuEventDestroy_v2(start))?;
+                self.check("cuEventDestroy", sys::cuEventDestroy_v2(end))?;
+            }
+            let span = spans.entry(name.clone()).or_insert(Span { name, calls: 0, seconds: 0.0 });
+            span.calls += 1;
+            span.seconds += f64::from(milliseconds) / 1e3;
+        }
+        Ok(spans.into_values().collect())
+    }
+}

@@ -1,0 +1,412 @@
+//! `shoal bench`: how fast a model trains here, on random tokens, and beside PyTorch where a Python has it.
+//! The two take turns, so that a busy neighbour or a warm device hits both.
+
+use std::io::{BufRead, BufReader, Write};
+use std::ops::Range;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::Instant;
+
+use serde_json::json;
+use shoal_engine::executor::Batch;
+use shoal_engine::{EngineError, Executor, ModelState, StepInput};
+use shoal_kernels::random::mix64;
+use shoal_model::{Chain, DecoderConfig, Precision, hugging_face, presets};
+use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
+use shoal_plan::{Planned, Preferences, StepShape, plan_one_device};
+
+use crate::assemble::LocalDevice;
+use crate::error::{CliError, Result};
+use crate::job::{DeviceChoice, bytes_text, parse_bytes};
+use crate::machine;
+use crate::show::{flops_text, short};
+
+const PEER: &str = include_str!("peer.py");
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// A preset (gpt2-124m, llama-1b, …) or gpt2:WIDTH,LAYERS,HEADS,VOCABULARY
+    model: String,
+    /// Samples of a step
+    #[arg(long, default_value_t = 8)]
+    batch: usize,
+    /// Tokens of a sample
+    #[arg(long, default_value_t = 1024)]
+    sequence: usize,
+    /// fp32, tf32, bf16 or fp16
+    #[arg(long, default_value = "fp32")]
+    precision: String,
+    /// auto, cpu or cuda
+    #[arg(long, default_value = "auto")]
+    device: String,
+    /// Samples of a micro-batch
+    #[arg(long)]
+    micro_batch: Option<usize>,
+    /// The device's budget, such as 12GiB
+    #[arg(long)]
+    memory: Option<String>,
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Measurements of each side; the median is shown
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// About how long a measurement lasts
+    #[arg(long, default_value_t = 4.0)]
+    seconds: f64,
+    /// A Python with PyTorch to run beside us
+    #[arg(long, value_name = "PYTHON")]
+    peer: Option<String>,
+    /// The peer runs without torch.compile
+    #[arg(long)]
+    eager: bool,
+    /// Where a step's time goes on a GPU: milliseconds by kernel
+    #[arg(long)]
+    profile: bool,
+    #[arg(long)]
+    json: bool,
+}
+
+/// Random tokens; the target is the next one.
+struct RandomTokens {
+    vocabulary: usize,
+    sequence: usize,
+}
+
+impl Batch for RandomTokens {
+    fn read(
+        &self,
+        samples: Range<usize>,
+        tokens: &mut [i32],
+        targets: &mut [i32],
+    ) -> std::result::Result<(), EngineError> {
+        let token = |place: usize| (mix64(place as u64) % self.vocabulary as u64) as i32;
+        let first = samples.start * self.sequence;
+        for (index, (input, target)) in tokens.iter_mut().zip(targets).enumerate() {
+            (*input, *target) = (token(first + index), token(first + index + 1));
+        }
+        Ok(())
+    }
+}
+
+fn optimizer() -> OptimizerSettings {
+    OptimizerSettings {
+        kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
+        lr: 3e-4,
+        weight_decay: 0.1,
+        decay: Decay::Matrices,
+        clip_norm: Some(1.0),
+    }
+}
+
+/// Our side: a model that trains so many steps when asked.
+struct Ours {
+    executor: Executor,
+    planned: Planned,
+    optimizer: OptimizerSettings,
+    data: RandomTokens,
+    loss_scale: f32,
+    step: u64,
+}
+
+impl Ours {
+    fn new(config: &DecoderConfig, options: &Options, precision: Precision, device: &LocalDevice) -> Result<Ours> {
+        let chain = Chain::new(config);
+        let (optimizer, sequence) = (optimizer(), options.sequence);
+        let shape = StepShape {
+            global_batch: options.batch,
+            sequence,
+            precision,
+            optimizer_states: optimizer.state_names().len(),
+        };
+        let wanted = Preferences { micro_batch: options.micro_batch, ..Preferences::default() };
+        let planned = plan_one_device(&chain, shape, &device.offer(), wanted)?;
+        let opened = device.open(precision)?;
+        let mut state = ModelState::allocate(&*opened, &chain, sequence, precision, Some(&optimizer))?;
+        state.fill(&*opened, &chain, |spec, out| {
+            init::fill(spec, 0, 0, out);
+            Ok(())
+        })?;
+        let data = RandomTokens { vocabulary: chain.vocabulary, sequence };
+        let executor = Executor::new(opened, chain, sequence, state)?;
+        // A scale that does not overflow: skipped steps would be no training.
+        let loss_scale = if precision == Precision::Fp16 { 1024.0 } else { 1.0 };
+        Ok(Ours { executor, planned, optimizer, data, loss_scale, step: 0 })
+    }
+
+    /// Seconds that so many steps took, and the last one's loss.
+    fn train(&mut self, steps: usize) -> Result<(f64, f64)> {
+        let started = Instant::now();
+        let mut loss = f64::NAN;
+        for _ in 0..steps {
+            let input = StepInput {
+                loss_scale: self.loss_scale,
+                ..StepInput::train(self.step, 0, self.optimizer.lr, &self.optimizer, &self.data)
+            };
+            loss = self.executor.run(&self.planned.program, &input)?.loss();
+            self.step += 1;
+        }
+        Ok((started.elapsed().as_secs_f64(), loss))
+    }
+}
+
+/// The other side: a process that does the same.
+struct Peer {
+    child: Child,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Peer {
+    fn start(python: &str, job: &serde_json::Value) -> Result<Peer> {
+        let failed = |what: String| CliError::said(what, "--peer names a Python that has PyTorch");
+        let mut child = Command::new(python)
+            .args(["-c", PEER, &job.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| failed(format!("{python}: {error}")))?;
+        let answers = child.stdout.take().ok_or_else(|| failed(format!("{python}: no output to read")))?;
+        Ok(Peer { child, answers: BufReader::new(answers) })
+    }
+
+    fn numbers(&mut self) -> Result<Vec<f64>> {
+        let mut line = String::new();
+        self.answers.read_line(&mut line).map_err(CliError::at(std::path::Path::new("the peer")))?;
+        let numbers: Vec<f64> = line.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+        match numbers.is_empty() {
+            true => Err(CliError::said(
+                "the peer ended without an answer".to_owned(),
+                "what it said stands above; --peer names a Python that has PyTorch",
+            )),
+            false => Ok(numbers),
+        }
+    }
+
+    fn train(&mut self, steps: usize) -> Result<(f64, f64)> {
+        let written = self.child.stdin.as_mut().map(|stdin| writeln!(stdin, "{steps}"));
+        // A peer that ended is told by the answer that does not come.
+        drop(written);
+        let numbers = self.numbers()?;
+        Ok((numbers[0], numbers.get(1).copied().unwrap_or(f64::NAN)))
+    }
+
+    /// Ends the process; the most memory it had.
+    fn finish(mut self) -> Result<f64> {
+        drop(self.child.stdin.take());
+        let memory = self.numbers()?[0];
+        self.child.wait().map_err(CliError::at(std::path::Path::new("the peer")))?;
+        Ok(memory)
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // Its input is closed or about to be: it ends by itself, unless it hangs.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn model(name: &str) -> Result<DecoderConfig> {
+    let unknown = || {
+        CliError::said(
+            format!("\"{name}\" is not a model"),
+            format!("the presets are {}; or write gpt2:WIDTH,LAYERS,HEADS,VOCABULARY", presets::NAMES.join(", ")),
+        )
+    };
+    let Some(shape) = name.strip_prefix("gpt2:") else { return presets::preset(name).ok_or_else(unknown) };
+    let numbers: Vec<usize> = shape.split(',').filter_map(|number| number.parse().ok()).collect();
+    match numbers[..] {
+        [width, layers, heads, vocabulary] if heads > 0 && width % heads == 0 && width * vocabulary > 0 => {
+            Ok(presets::gpt2(vocabulary, width, layers, heads, 1 << 20))
+        }
+        _ => Err(unknown()),
+    }
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+pub fn run(options: Options) -> Result {
+    let mut config = model(&options.model)?;
+    if options.sequence == 0 || options.batch == 0 || options.rounds == 0 {
+        return Err(CliError::said(
+            "--batch, --sequence and --rounds are at least 1".to_owned(),
+            "leave them out for the defaults",
+        ));
+    }
+    config.positions = config.positions.min(options.sequence);
+    let precision = Precision::ALL
+        .into_iter()
+        .find(|known| known.name() == options.precision)
+        .ok_or_else(|| {
+            CliError::said(
+                format!("\"{}\" is not a precision", options.precision),
+                "the precisions are fp32, tf32, bf16 and fp16",
+            )
+        })?;
+    let choice = match options.device.as_str() {
+        "auto" => DeviceChoice::Auto,
+        "cpu" => DeviceChoice::Cpu,
+        "cuda" => DeviceChoice::Cuda,
+        other => {
+            return Err(CliError::said(format!("\"{other}\" is not a device"), "write auto, cpu or cuda"));
+        }
+    };
+    let memory = match options.memory.as_deref().map(parse_bytes).transpose() {
+        Ok(memory) => memory,
+        Err(what) => return Err(CliError::said(format!("--memory {what}"), "write 12GiB or 800MiB")),
+    };
+    let device = LocalDevice::choose(choice, memory, options.threads)?;
+    device.assert_computes(precision)?;
+    let before = machine::resident_peak_bytes().unwrap_or(0);
+    let mut ours = Ours::new(&config, &options, precision, &device)?;
+    let mut peer = options.peer.as_deref().map(|python| {
+        let job = json!({
+            "config": hugging_face::write(&config, None), "batch": options.batch,
+            "sequence": options.sequence, "precision": precision.name(), "threads": device.threads,
+            "device": if device.gpu.is_some() { "cuda" } else { "cpu" },
+            // Compiling for a processor needs a C++ compiler and gains little there.
+            "compile": device.gpu.is_some() && !options.eager,
+        });
+        Peer::start(python, &job)
+    });
+    // The first step pays for memory and warm-up; the next say how many fill a round.
+    ours.train(2)?;
+    let steps = (options.seconds / (ours.train(2)?.0 / 2.0)).ceil().max(1.0) as usize;
+    let mut peer = peer.take().transpose()?;
+    if let Some(peer) = &mut peer {
+        peer.train(3)?;
+    }
+    let tokens = (steps * options.batch * options.sequence) as f64;
+    let (mut our_rates, mut their_rates, mut loss) = (Vec::new(), Vec::new(), f64::NAN);
+    for _ in 0..options.rounds {
+        let (seconds, last) = ours.train(steps)?;
+        (loss, _) = (last, our_rates.push(tokens / seconds));
+        if let Some(peer) = &mut peer {
+            their_rates.push(tokens / peer.train(steps)?.0);
+        }
+    }
+    let theirs = match peer {
+        Some(peer) => Some((median(&mut their_rates), peer.finish()?)),
+        None => None,
+    };
+    let opened = ours.executor.device().clone();
+    let measured = Measured {
+        tokens_per_step: (options.batch * options.sequence) as f64,
+        flops_per_token: ours.executor.chain().training_flops(options.sequence) as f64
+            / options.sequence as f64,
+        ours: median(&mut our_rates),
+        theirs,
+        loss,
+        predicted: ours.planned.memory.total(),
+        counted: opened.arena().peak(),
+        driver: opened.driver_bytes(),
+        resident: machine::resident_peak_bytes().unwrap_or(0).saturating_sub(before),
+        peak: device.measure_rate(precision)?,
+    };
+    if options.json {
+        println!("{}", measured.json(&options, &device));
+    } else {
+        measured.print(&options, &device, &ours.planned);
+    }
+    if options.profile {
+        profile(&mut ours)?;
+    }
+    Ok(())
+}
+
+/// What came out.
+struct Measured {
+    tokens_per_step: f64,
+    flops_per_token: f64,
+    /// Tokens a second.
+    ours: f64,
+    /// Tokens a second, and bytes at the most.
+    theirs: Option<(f64, f64)>,
+    loss: f64,
+    predicted: u64,
+    counted: u64,
+    driver: Option<u64>,
+    resident: u64,
+    /// Measured matrix rate, operations a second.
+    peak: f64,
+}
+
+impl Measured {
+    fn mfu(&self) -> f64 {
+        self.ours * self.flops_per_token / self.peak
+    }
+
+    fn json(&self, options: &Options, device: &LocalDevice) -> serde_json::Value {
+        json!({
+            "model": options.model, "batch": options.batch, "sequence": options.sequence,
+            "precision": options.precision, "device": device.kind(), "loss": self.loss,
+            "tokens_per_second": self.ours, "mfu": self.mfu(), "matrix_flops_per_second": self.peak,
+            "peer_tokens_per_second": self.theirs.map(|theirs| theirs.0),
+            "ratio": self.theirs.map(|theirs| self.ours / theirs.0),
+            "memory": {
+                "predicted_bytes": self.predicted, "counted_bytes": self.counted,
+                "driver_bytes": self.driver, "resident_growth_bytes": self.resident,
+                "process_bytes": device.process_bytes(), "peer_bytes": self.theirs.map(|theirs| theirs.1),
+            },
+        })
+    }
+
+    fn print(&self, options: &Options, device: &LocalDevice, planned: &Planned) {
+        println!("{}, {} in {}, measured", device.describe(), flops_text(self.peak), options.precision);
+        let micro_batches = &planned.plan.layers[0].compute[0].micro_batches;
+        println!(
+            "{}, {} x {} tokens in micro-batches of {}, AdamW, clipping; median of {}{}",
+            options.model,
+            options.batch,
+            options.sequence,
+            micro_batches[0].count(),
+            options.rounds,
+            if self.theirs.is_some() { ", the two in turn" } else { "" }
+        );
+        let row = |name: &str, rate: f64, memory: String| {
+            let (ms, flops) = (1e3 * self.tokens_per_step / rate, rate * self.flops_per_token);
+            println!("{name:<10} {:>10} tok/s {ms:>10.1} ms {:>14}  {memory}", short(rate), flops_text(flops));
+        };
+        let beside = match self.driver {
+            Some(bytes) => format!("the driver counts {}", bytes_text(bytes)),
+            None => format!("resident {}", bytes_text(self.resident)),
+        };
+        let memory = format!(
+            "{} predicted, {} counted, {beside}",
+            bytes_text(self.predicted),
+            bytes_text(self.counted)
+        );
+        row("shoal", self.ours, memory);
+        if let Some((rate, bytes)) = self.theirs {
+            row("PyTorch", rate, bytes_text(bytes as u64));
+            println!("ratio      {:>10.3}", self.ours / rate);
+        }
+        println!("{:.0}% of the measured matrix rate; loss {:.4}", 100.0 * self.mfu(), self.loss);
+    }
+}
+
+/// Steps that are timed kernel by kernel.
+const PROFILED_STEPS: usize = 5;
+
+fn profile(ours: &mut Ours) -> Result {
+    let device = ours.executor.device().clone();
+    device.profile(true)?;
+    ours.train(PROFILED_STEPS)?;
+    let mut spans = device.profile(false)?;
+    spans.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+    let total: f64 = spans.iter().map(|span| span.seconds).sum();
+    println!("\n{:<52} {:>8} {:>10} {:>7}", "kernel", "calls", "ms a step", "share");
+    for span in &spans {
+        println!(
+            "{:<52} {:>8} {:>10.3} {:>6.1}%",
+            span.name,
+            span.calls / PROFILED_STEPS,
+            1e3 * span.seconds / PROFILED_STEPS as f64,
+            100.0 * span.seconds / total
+        );
+    }
+    println!("{:<52} {:>8} {:>10.3}", "all", "", 1e3 * total / PROFILED_STEPS as f64);
+    Ok(())
+}
