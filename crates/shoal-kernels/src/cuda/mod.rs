@@ -6,6 +6,7 @@
 //! - [`compile`]: the kernels' source to machine code, kept on disk.
 //! - [`launch`]: kernels by name.
 //! - [`matrix`]: products by cuBLAS, in plain fp32.
+//! - [`cudnn`]: attention by cuDNN, where that is there and the elements have two bytes.
 //! - [`reduce`], [`attention`]: operations of more than one kernel; the others stand in [`operations`].
 //!
 //! Operations return when they are queued; reading a number waits. Sums are made in an order that depends
@@ -14,6 +15,8 @@
 mod attention;
 mod compile;
 mod context;
+#[cfg_attr(not(test), allow(dead_code))]
+mod cudnn;
 mod launch;
 mod linear;
 mod matrix;
