@@ -29,6 +29,8 @@ pub enum DeviceError {
     Compile { call: &'static str, said: String },
     #[error("{call} failed: {said}")]
     Blas { call: &'static str, said: String },
+    #[error("{call} failed: {said}")]
+    Cudnn { call: &'static str, said: String },
 }
 
 impl DeviceError {
@@ -51,7 +53,7 @@ impl DeviceError {
             DeviceError::Driver { .. } => {
                 Some("nvidia-smi shows the state of the GPU; the kernel log names hardware faults".into())
             }
-            DeviceError::Compile { .. } | DeviceError::Blas { .. } => None,
+            DeviceError::Compile { .. } | DeviceError::Blas { .. } | DeviceError::Cudnn { .. } => None,
         }
     }
 }

@@ -6,6 +6,7 @@
 //! - [`compile`]: the kernels' source to machine code, kept on disk.
 //! - [`launch`]: kernels by name.
 //! - [`matrix`]: products by cuBLASLt, with what follows them.
+//! - [`cudnn`]: attention by cuDNN, where that is there and the elements have two bytes.
 //! - [`profile`]: how long each of them takes, where someone asks.
 //! - [`reduce`], [`attention`]: operations of more than one kernel; the others stand in [`operations`].
 //!
@@ -15,6 +16,8 @@
 mod attention;
 mod compile;
 mod context;
+#[cfg_attr(not(test), allow(dead_code))]
+mod cudnn;
 mod launch;
 mod linear;
 mod matrix;

@@ -1,0 +1,207 @@
+//! Random small models, batches, precisions and budgets. Whatever a budget is, one of three things happens:
+//! the planner says that it is too small, training runs inside it to the byte that was forecast, or (where
+//! the program is run on less than it was planned for) our own error names who asked. Never the driver's, and
+//! nothing is left behind. A few cases on the CPU; ten thousand on a GPU, where there is one.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use shoal_engine::executor::Batch;
+use shoal_engine::{EngineError, Executor, ModelState, StepInput};
+use shoal_kernels::device::DeviceError;
+use shoal_kernels::random::{fold, mix64};
+use shoal_kernels::{Arena, CpuDevice, CudaDevice, Device, MemoryError};
+use shoal_model::{Chain, DecoderConfig, Dropout, Precision, presets};
+use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
+use shoal_plan::{Activations, DeviceOffer, PlanError, Planned, Preferences, StepShape, plan_one_device};
+
+const CPU_CASES: u64 = 60;
+const GPU_CASES: u64 = 10_000;
+
+/// Cases on the GPU, unless `SHOAL_BUDGET_CASES` asks for another number.
+fn gpu_cases() -> u64 {
+    let asked = std::env::var("SHOAL_BUDGET_CASES").ok();
+    asked.map_or(GPU_CASES, |text| text.parse().expect("SHOAL_BUDGET_CASES is a number"))
+}
+
+struct RandomTokens {
+    vocabulary: usize,
+}
+
+impl Batch for RandomTokens {
+    fn read(&self, samples: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result<(), EngineError> {
+        let token = |place: usize| (mix64(place as u64) % self.vocabulary as u64) as i32;
+        let first = samples.start * tokens.len();
+        for (index, (input, target)) in tokens.iter_mut().zip(targets).enumerate() {
+            (*input, *target) = (token(first + index), token(first + index + 1));
+        }
+        Ok(())
+    }
+}
+
+/// One case's random choices.
+#[derive(Clone, Copy)]
+struct Case(u64);
+
+impl Case {
+    fn pick<T: Copy>(self, name: u64, choices: &[T]) -> T {
+        choices[(fold(self.0, name) % choices.len() as u64) as usize]
+    }
+
+    fn config(self) -> DecoderConfig {
+        let heads = self.pick(0, &[1, 2, 3, 4]);
+        let kv_heads = if heads % 2 == 0 { self.pick(1, &[heads, heads / 2]) } else { heads };
+        let width = heads * self.pick(2, &[2, 8, 16, 20, 64, 80]);
+        let layers = self.pick(3, &[1, 2]);
+        let vocabulary = self.pick(4, &[17, 64, 257, 1000]);
+        let mlp = self.pick(5, &[8, 33, 128, 256]);
+        let positions = 128;
+        let mut config = match self.pick(6, &[0, 1, 2]) {
+            0 => DecoderConfig { mlp_width: mlp, ..presets::gpt2(vocabulary, width, layers, heads, positions) },
+            1 => {
+                let tied = self.pick(7, &[true, false]);
+                presets::llama(vocabulary, width, layers, heads, kv_heads, mlp, positions, 1e4, tied)
+            }
+            _ => presets::qwen2(vocabulary, width, layers, heads, kv_heads, mlp, positions),
+        };
+        if self.pick(8, &[true, false, false]) {
+            config.dropout = Dropout { embedding: 0.1, attention: 0.2, residual: 0.1 };
+        }
+        config
+    }
+
+    fn step(self, precisions: &[Precision]) -> StepShape {
+        StepShape {
+            global_batch: self.pick(9, &[1, 2, 3, 5, 8]),
+            sequence: self.pick(10, &[1, 5, 16, 33, 100]),
+            precision: self.pick(11, precisions),
+            optimizer_states: 2,
+        }
+    }
+}
+
+fn optimizer() -> OptimizerSettings {
+    OptimizerSettings {
+        kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
+        lr: 1e-3,
+        weight_decay: 0.1,
+        decay: Decay::Matrices,
+        clip_norm: Some(1.0),
+    }
+}
+
+/// Two steps, and an arena that outlives them.
+fn train(
+    device: Arc<dyn Device>,
+    chain: &Chain,
+    step: StepShape,
+    planned: &Planned,
+) -> Result<(f64, u64), EngineError> {
+    let settings = optimizer();
+    let mut state = ModelState::allocate(&*device, chain, step.sequence, step.precision, Some(&settings))?;
+    state.fill(&*device, chain, |spec, out| {
+        init::fill(spec, 1, 0, out);
+        Ok(())
+    })?;
+    let mut executor = Executor::new(device.clone(), chain.clone(), step.sequence, state)?;
+    let batch = RandomTokens { vocabulary: chain.vocabulary };
+    let mut loss = f64::NAN;
+    for index in 0..2 {
+        let input = StepInput {
+            loss_scale: if step.precision == Precision::Fp16 { 256.0 } else { 1.0 },
+            ..StepInput::train(index, 3, 1e-3, &settings, &batch)
+        };
+        loss = executor.run(&planned.program, &input)?.loss();
+    }
+    Ok((loss, device.arena().peak()))
+}
+
+/// What the cases came to.
+#[derive(Debug, Default)]
+struct Tally {
+    trained: u64,
+    too_small: u64,
+    refused: u64,
+}
+
+fn run_case(
+    case: Case,
+    precisions: &[Precision],
+    workspace_bytes: u64,
+    open: &dyn Fn(u64, Precision) -> Result<Arc<dyn Device>, DeviceError>,
+    tally: &mut Tally,
+) {
+    let (config, step) = (case.config(), case.step(precisions));
+    let chain = Chain::new(&config);
+    let label = format!("case {:#x}: {config:?}, {step:?}", case.0);
+    // From hardly anything to plenty, beside what the device needs for itself.
+    let budget_bytes = workspace_bytes + (20_000.0 * 1.6f64.powi((fold(case.0, 12) % 20) as i32)) as u64;
+    let offer =
+        DeviceOffer { name: "test".into(), budget_bytes, workspace_bytes, rows_enough: 1 << 15 };
+    let wanted = Preferences {
+        activations: case.pick(13, &[None, None, Some(Activations::Recompute)]),
+        layer_first: case.pick(14, &[true, false]),
+        micro_batch: None,
+    };
+    let planned = match plan_one_device(&chain, step, &offer, wanted) {
+        Ok(planned) => planned,
+        Err(PlanError::TooSmall { .. }) => {
+            tally.too_small += 1;
+            return;
+        }
+        Err(error) => panic!("{label}: {error}"),
+    };
+    let forecast = planned.memory.total();
+    // One case in four gets less than it was planned for.
+    let short = case.pick(15, &[0, 0, 0, 1]) * (1 + fold(case.0, 16) % (forecast - workspace_bytes));
+    let given = if short > 0 { forecast - short.min(forecast - workspace_bytes) } else { budget_bytes };
+    let device = open(given, step.precision).unwrap_or_else(|error| panic!("{label}: {error}"));
+    let arena: Arc<Arena> = device.arena().clone();
+    match train(device, &chain, step, &planned) {
+        Ok((loss, counted)) => {
+            assert_eq!(short, 0, "{label}: trained on {given} bytes, {short} less than forecast");
+            assert!(loss.is_finite(), "{label}: the loss is {loss}");
+            assert_eq!(counted, forecast, "{label}: counted is not what was forecast");
+            tally.trained += 1;
+        }
+        Err(EngineError::Device(DeviceError::Memory(
+            MemoryError::OverBudget { .. } | MemoryError::Fragmented { .. },
+        ))) if short > 0 => tally.refused += 1,
+        Err(error) => panic!("{label}: {error}"),
+    }
+    assert_eq!(arena.used(), 0, "{label}: bytes were left behind");
+}
+
+#[test]
+fn any_budget_on_the_cpu() {
+    let open = |budget: u64, _: Precision| -> Result<Arc<dyn Device>, DeviceError> {
+        Ok(Arc::new(CpuDevice::new("test", 1, budget)?))
+    };
+    let mut tally = Tally::default();
+    for seed in 0..CPU_CASES {
+        let workspace = CpuDevice::workspace_bytes(1);
+        run_case(Case(mix64(seed)), &[Precision::Fp32], workspace, &open, &mut tally);
+    }
+    assert!(tally.trained > 0 && tally.too_small > 0 && tally.refused > 0, "{tally:?}");
+}
+
+#[test]
+fn any_budget_on_a_gpu() {
+    match CudaDevice::count() {
+        Ok(0) | Err(_) => return eprintln!("skipped: no GPU on this machine"),
+        Ok(_) => {}
+    }
+    let first = CudaDevice::new("test", 0, 1 << 30).unwrap_or_else(|error| panic!("{error}"));
+    let computed: Vec<Precision> = Precision::ALL
+        .into_iter()
+        .filter(|precision| first.computes(shoal_nn::layer::element(*precision)))
+        .collect();
+    let open = |budget: u64, precision: Precision| -> Result<Arc<dyn Device>, DeviceError> {
+        Ok(Arc::new(first.beside("test", budget)?.with_tf32(precision == Precision::Tf32)))
+    };
+    let mut tally = Tally::default();
+    for seed in 0..gpu_cases() {
+        run_case(Case(mix64(seed)), &computed, CudaDevice::workspace_bytes(), &open, &mut tally);
+    }
+    eprintln!("{} cases on the GPU: {tally:?}", gpu_cases());
+}
