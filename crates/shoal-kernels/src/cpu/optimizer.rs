@@ -37,7 +37,15 @@ impl CpuDevice {
         let Some(factor) = self.guard_factor(guard) else { return };
         for updated in tensors {
             let [first, second] = updated.state else { panic!("AdamW keeps two moments") };
-            self.adamw_one(s, factor, updated.weight_decay, updated.gradient, first, second, updated.parameter);
+            self.adamw_one(
+                s,
+                factor,
+                updated.weight_decay,
+                updated.gradient,
+                first,
+                second,
+                updated.parameter,
+            );
         }
     }
 

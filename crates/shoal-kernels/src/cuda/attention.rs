@@ -3,7 +3,7 @@
 use super::CudaDevice;
 use super::launch::{DropoutParameter, Grid, Parameter, THREADS, parameter};
 use crate::device::{AttentionShape, DropoutSite, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{Element, Tensor};
 
 /// The largest head that the kernels' registers hold.
 const SIZE_MAX: usize = 256;
@@ -116,6 +116,7 @@ impl CudaDevice {
         logsumexp: &mut Tensor,
     ) -> Result {
         assert_shape(&shape);
+        assert_eq!(qkv.element(), Element::F32);
         assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
         assert_eq!(out.len(), shape.rows() * shape.query_width());
         assert_eq!(logsumexp.len(), shape.rows() * shape.heads);
@@ -143,14 +144,16 @@ impl CudaDevice {
         out: &Tensor,
         logsumexp: &Tensor,
         out_gradient: &Tensor,
-        delta: &mut Tensor,
+        scratch: &mut Tensor,
         qkv_gradient: &mut Tensor,
     ) -> Result {
         assert_shape(&shape);
+        assert_eq!(qkv.element(), Element::F32);
         assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
         assert_eq!(qkv_gradient.len(), qkv.len());
         assert_eq!((out.len(), out_gradient.len()), (shape.rows() * shape.query_width(), out.len()));
-        assert_eq!((logsumexp.len(), delta.len()), (shape.rows() * shape.heads, logsumexp.len()));
+        assert_eq!(logsumexp.len(), shape.rows() * shape.heads);
+        assert!(scratch.len() >= logsumexp.len());
         let room = |kernel: &&Backward| {
             kernel.size_max >= shape.head_size
                 && shared_bytes(kernel.tile, shape.head_size, 4, 2) <= self.facts.shared_bytes
@@ -165,7 +168,7 @@ impl CudaDevice {
         let size = shape.head_size;
         let (shape, site) = (ShapeParameter::from(shape), DropoutParameter::from(dropout));
         let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
-        let (out_gradient, delta, qkv_gradient) = (out_gradient.at(0), delta.at(0), qkv_gradient.at(0));
+        let (out_gradient, delta, qkv_gradient) = (out_gradient.at(0), scratch.at(0), qkv_gradient.at(0));
         let mut first = [
             parameter(&units),
             parameter(&size),

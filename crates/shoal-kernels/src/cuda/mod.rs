@@ -6,7 +6,9 @@
 //! - [`compile`]: the kernels' source to machine code, kept on disk.
 //! - [`launch`]: kernels by name.
 //! - [`matrix`]: products by cuBLAS, in plain fp32.
-//! - [`reduce`], [`attention`]: operations of more than one kernel; the others stand in [`operations`].
+//! - [`norm`], [`reduce`], [`embedding`], [`optimizer`], [`attention`]: operations of more than one kernel; the
+//!   others stand in [`operations`].
+//! - [`landing`]: where scalars are read.
 //!
 //! Operations return when they are queued; reading a number waits. Sums are made in an order that depends
 //! on shapes alone, so the same operation gives the same bits every time.
@@ -14,10 +16,14 @@
 mod attention;
 mod compile;
 mod context;
+mod embedding;
+mod landing;
 mod launch;
 mod linear;
 mod matrix;
+mod norm;
 mod operations;
+mod optimizer;
 mod reduce;
 mod space;
 
@@ -25,16 +31,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use context::Context;
 pub use context::GpuFacts;
+use landing::Landing;
 use launch::{Grid, Kernels, THREADS};
 use matrix::Blas;
+use optimizer::Tables;
 use space::DeviceSpace;
 
 use crate::device::Result;
 use crate::memory::{Arena, reserve_bytes};
-use crate::tensor::Tensor;
+use crate::tensor::{Element, Tensor};
 
-/// Elements of the reductions' partial sums.
-const PARTS: usize = 1 << 20;
+/// Elements of the reductions' partial sums: room for the backward of a wide norm, and for sorting a million
+/// tokens.
+const PARTS: usize = 1 << 22;
 
 /// Blocks per multiprocessor of a kernel that walks its elements.
 const BLOCKS_EACH: usize = 8;
@@ -48,7 +57,16 @@ pub struct CudaDevice {
     blas: Mutex<Blas>,
     /// Partial sums between the two stages of a reduction; locked until both are queued.
     parts: Mutex<Tensor>,
+    tables: Tables,
+    landing: Mutex<Landing>,
     context: Arc<Context>,
+}
+
+/// The kind of element that all these tensors have.
+fn element_of(tensors: &[&Tensor]) -> Element {
+    let element = tensors[0].element();
+    assert!(tensors.iter().all(|tensor| tensor.element() == element), "tensors of different elements");
+    element
 }
 
 impl CudaDevice {
@@ -78,12 +96,14 @@ impl CudaDevice {
         let workspace = Tensor::new(&arena, "the workspace of cuBLAS", matrix::WORKSPACE_BYTES / 4)?;
         let parts = Mutex::new(Tensor::new(&arena, "the partial sums of reductions", PARTS)?);
         let blas = Mutex::new(Blas::new(context.clone(), workspace)?);
-        Ok(CudaDevice { name: name.into(), facts, arena, kernels, blas, parts, context })
+        let tables = Tables::new(&arena)?;
+        let landing = Mutex::new(Landing::new(context.clone())?);
+        Ok(CudaDevice { name: name.into(), facts, arena, kernels, blas, parts, tables, landing, context })
     }
 
     /// Bytes a device takes for itself.
     pub fn workspace_bytes() -> u64 {
-        (matrix::WORKSPACE_BYTES + 4 * PARTS) as u64
+        (matrix::WORKSPACE_BYTES + 4 * PARTS + Tables::BYTES) as u64
     }
 
     fn blas(&self) -> MutexGuard<'_, Blas> {
