@@ -332,10 +332,11 @@ impl Bench<'_> {
         let mut executor = self.executor(rows.sequence, true)?;
         self.train(&mut executor, std::slice::from_ref(rows), 1)?;
         let device = executor.device();
-        let sums = executor.state.tensors.iter().filter_map(|held| held.gradient.as_ref());
-        let unscaled = |gradient: &GradientSum| -> Result<Vec<f32>> {
+        let sums = executor.state.tensors.iter().zip(&self.chain.tensors);
+        let sums = sums.filter_map(|(held, spec)| Some((held.gradient.as_ref()?, spec.elements())));
+        let unscaled = |(gradient, elements): (&GradientSum, usize)| -> Result<Vec<f32>> {
             let scaled = device.host_floats(&gradient.sum)?;
-            Ok(scaled.iter().map(|gradient| gradient / self.loss_scale()).collect())
+            Ok(scaled[..elements].iter().map(|gradient| gradient / self.loss_scale()).collect())
         };
         sums.map(unscaled).collect()
     }

@@ -47,7 +47,8 @@ impl ModelState {
     ) -> Result<ModelState> {
         let allocate = |(index, spec)| {
             let copy = chain.copy_elements(index, precision).map(|elements| (element(precision), elements));
-            allocate_one(device, spec, copy, optimizer)
+            let gradient = chain.gradient_elements(index, precision);
+            allocate_one(device, spec, copy, gradient, optimizer)
         };
         let tensors = chain.tensors.iter().enumerate().map(allocate).collect::<Result<_>>()?;
         let rotary = match init::rotary_table(chain, sequence) {
@@ -100,6 +101,7 @@ fn allocate_one(
     device: &dyn Device,
     spec: &TensorSpec,
     copy: Option<(Element, usize)>,
+    gradient_elements: usize,
     optimizer: Option<&OptimizerSettings>,
 ) -> Result<Held> {
     let arena = device.arena();
@@ -112,7 +114,7 @@ fn allocate_one(
     let (gradient, states) = match optimizer {
         None => (None, Vec::new()),
         Some(settings) => {
-            let sum = Tensor::new(arena, &who("gradient of"), elements)?;
+            let sum = Tensor::new(arena, &who("gradient of"), gradient_elements)?;
             let state = |name: &&str| -> Result<Tensor> {
                 let mut state = Tensor::new(arena, &who(&format!("{name} of")), elements)?;
                 device.zero(&mut state)?;

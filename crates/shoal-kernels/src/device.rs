@@ -227,6 +227,7 @@ impl Guard<'_> {
 
 /// A tensor to update.
 pub struct Updated<'a> {
+    /// It may be longer: what is past the parameter's end is zero.
     pub gradient: &'a Tensor,
     /// The optimizer's own tensors, as many as its kind has.
     pub state: &'a mut [Tensor],

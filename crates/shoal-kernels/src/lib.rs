@@ -3,6 +3,7 @@
 //!
 //! - [`memory`]: one arena per device, every byte counted against a budget.
 //! - [`tensor`]: an owned piece of that memory.
+//! - [`half`]: how numbers go into elements of two bytes.
 //! - [`device`]: the operations every device offers, fused where that saves a pass over memory.
 //! - [`random`]: numbers as a pure function of where they are used, so that dropout and initial weights do
 //!   not notice the plan.
@@ -12,6 +13,7 @@
 pub mod cpu;
 pub mod cuda;
 pub mod device;
+pub mod half;
 pub mod memory;
 pub mod random;
 pub mod tensor;

@@ -63,29 +63,36 @@ impl BlockSpec {
     }
 
     /// fp32 elements per row that the attention's backward works in: a number a head, and in half precision
-    /// room for fused kernels to sum the queries' gradient in fp32.
+    /// room for fused kernels: the queries' gradient in fp32 and, where heads share keys, each head's gradient
+    /// of keys and values before they are added up.
     pub fn attention_scratch(&self, precision: Precision) -> usize {
+        let shared = if self.kv_heads < self.heads { self.query_width() } else { 0 };
         match precision.is_half() {
-            true => 2 * self.heads + self.query_width(),
+            true => 2 * self.heads + self.query_width() + shared,
             false => self.heads,
         }
     }
 }
 
 impl Chain {
+    /// What a tensor is to the layers that use it.
+    fn slots(&self, tensor: usize) -> impl Iterator<Item = Slot> + '_ {
+        let tensors = self.layers.iter().flat_map(|layer| &layer.tensors);
+        tensors.filter(move |(_, index)| *index == tensor).map(|(slot, _)| *slot)
+    }
+
     /// Elements of the copy that layers compute with; `None` where they compute with the parameter itself.
     pub fn copy_elements(&self, tensor: usize, precision: Precision) -> Option<usize> {
-        if !precision.is_half() {
-            return None;
-        }
-        let slots = || self.layers.iter().flat_map(|layer| &layer.tensors).filter(|(_, index)| *index == tensor);
-        if slots().any(|(slot, _)| slot.is_norm()) {
-            return None;
-        }
+        let copied = precision.is_half() && !self.slots(tensor).any(Slot::is_norm);
+        copied.then(|| self.gradient_elements(tensor, precision))
+    }
+
+    /// Elements of a tensor's gradient sum: padded like the copy, with zeros.
+    pub fn gradient_elements(&self, tensor: usize, precision: Precision) -> usize {
         let spec = &self.tensors[tensor];
-        match slots().any(|(slot, _)| *slot == Slot::OutputWeight) {
-            true => Some(spec.shape[0].next_multiple_of(LOGIT_COLUMNS) * spec.shape[1]),
-            false => Some(spec.elements()),
+        match precision.is_half() && self.slots(tensor).any(|slot| slot == Slot::OutputWeight) {
+            true => spec.shape[0].next_multiple_of(LOGIT_COLUMNS) * spec.shape[1],
+            false => spec.elements(),
         }
     }
 }

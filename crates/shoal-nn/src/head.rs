@@ -106,7 +106,6 @@ pub(crate) fn backward(
     let to = (&mut dx, false);
     norm.backward(device, parameters, gradients, input, &statistics, &mut normed, to)?;
     let (sum, more) = gradients.add_to(Slot::OutputWeight);
-    let slopes = Mat::columns(&logits, rows, 0, spec.vocabulary, columns);
     device.linear_weight_gradient(Mat::new(&normed, rows, spec.width), slopes, sum, false, more)?;
     Ok(dx)
 }

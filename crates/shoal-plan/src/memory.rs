@@ -43,6 +43,9 @@ pub fn forecast(program: &Program, plan: &Plan, chain: &Chain) -> MemoryForecast
         .filter_map(|tensor| chain.copy_elements(tensor, plan.precision))
         .map(|elements| compute_bytes(elements, plan.precision))
         .sum();
+    let gradients = (0..chain.tensors.len())
+        .map(|tensor| allocation_bytes(chain.gradient_elements(tensor, plan.precision)))
+        .sum();
     let training = program.purpose == Purpose::Train;
     let rotary = match chain.rotary_frequencies.len() {
         0 => 0,
@@ -53,7 +56,7 @@ pub fn forecast(program: &Program, plan: &Plan, chain: &Chain) -> MemoryForecast
         workspace: plan.devices[program.device].workspace_bytes,
         parameters: state,
         copies,
-        gradients: if training { state } else { 0 },
+        gradients: if training { gradients } else { 0 },
         optimizer: if training { plan.optimizer_states as u64 * state } else { 0 },
         constants: rotary + ENGINE_SCALARS * allocation_bytes(2),
         values,

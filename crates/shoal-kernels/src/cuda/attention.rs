@@ -1,9 +1,12 @@
-//! Attention: which kernel suits the head's size and the device's shared memory.
+//! Attention: cuDNN's kernels where they serve and the work is worth planning for, else our own: which of
+//! them suits the head's size and the device's shared memory. All lay `logsumexp` out as [samples, heads,
+//! sequence], so that a backward need not be of the same kind as its forward.
 
-use super::CudaDevice;
-use super::launch::{DropoutParameter, Grid, Parameter, THREADS, parameter};
+use super::cudnn::Cudnn;
+use super::launch::{DropoutParameter, Grid, Parameter, parameter};
+use super::{CudaDevice, element_of};
 use crate::device::{AttentionShape, DropoutSite, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{Element, Tensor};
 
 /// The largest head that the kernels' registers hold.
 const SIZE_MAX: usize = 256;
@@ -106,7 +109,18 @@ fn grid(shape: &AttentionShape, heads: usize, tile: usize, shared_bytes: usize) 
     Grid { blocks, threads: [SIDE, SIDE], shared_bytes }
 }
 
+/// Multiplications of one product of the scores from which on cuDNN is asked: it takes about a second to
+/// plan its first shape and a tenth for each further one, which small ones never earn back.
+const CUDNN_WORK: usize = 1 << 26;
+
 impl CudaDevice {
+    /// cuDNN, where it may be asked about this shape.
+    fn cudnn_for(&self, element: Element, shape: &AttentionShape, dropout: bool) -> Option<&Cudnn> {
+        let work = shape.rows() * shape.sequence * shape.query_width();
+        let worth = element != Element::F32 && !dropout && work >= CUDNN_WORK;
+        self.cudnn.as_deref().filter(|_| worth)
+    }
+
     pub(super) fn attend(
         &self,
         shape: AttentionShape,
@@ -116,9 +130,32 @@ impl CudaDevice {
         logsumexp: &mut Tensor,
     ) -> Result {
         assert_shape(&shape);
+        let element = element_of(&[qkv, out]);
         assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
         assert_eq!(out.len(), shape.rows() * shape.query_width());
         assert_eq!(logsumexp.len(), shape.rows() * shape.heads);
+        if let Some(cudnn) = self.cudnn_for(element, &shape, dropout.is_some())
+            && let Some(bytes) = cudnn.forward_workspace(element, &shape, true)?
+            && bytes <= self.workspace.bytes()
+        {
+            let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
+            let workspace = self.workspace.at(0);
+            // SAFETY: the lengths are asserted; calls follow each other on one stream, so they may share the
+            // workspace.
+            let run = || unsafe { cudnn.forward(element, &shape, true, qkv, out, logsumexp, workspace) };
+            return self.context.timed(|| "attention by cuDNN".into(), run);
+        }
+        self.attend_plainly(shape, dropout, qkv, out, logsumexp)
+    }
+
+    fn attend_plainly(
+        &self,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        qkv: &Tensor,
+        out: &mut Tensor,
+        logsumexp: &mut Tensor,
+    ) -> Result {
         let room = |kernel: &&Forward| {
             kernel.size_max >= shape.head_size
                 && shared_bytes(kernel.tile, shape.head_size, 2, 1) <= self.facts.shared_bytes
@@ -126,12 +163,13 @@ impl CudaDevice {
         let kernel = FORWARD.iter().find(room).expect("some tile fits every GPU's shared memory");
         let shared = shared_bytes(kernel.tile, shape.head_size, 2, 1);
         let grid = grid(&shape, shape.heads, kernel.tile, shared);
+        let element = qkv.element();
         let (shape, site) = (ShapeParameter::from(shape), DropoutParameter::from(dropout));
         let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
         let mut parameters =
             [parameter(&shape), parameter(&site), parameter(&qkv), parameter(&out), parameter(&logsumexp)];
-        // SAFETY: the lengths are asserted against the shape, which bounds what the kernel touches.
-        unsafe { self.kernels.launch(kernel.name, grid, &mut parameters) }
+        // SAFETY: the caller asserted the lengths against the shape, which bounds what the kernel touches.
+        unsafe { self.kernels.launch_of(kernel.name, element, grid, &mut parameters) }
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -143,14 +181,53 @@ impl CudaDevice {
         out: &Tensor,
         logsumexp: &Tensor,
         out_gradient: &Tensor,
-        delta: &mut Tensor,
+        scratch: &mut Tensor,
         qkv_gradient: &mut Tensor,
     ) -> Result {
         assert_shape(&shape);
+        let element = element_of(&[qkv, out, out_gradient, qkv_gradient]);
         assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
         assert_eq!(qkv_gradient.len(), qkv.len());
         assert_eq!((out.len(), out_gradient.len()), (shape.rows() * shape.query_width(), out.len()));
-        assert_eq!((logsumexp.len(), delta.len()), (shape.rows() * shape.heads, logsumexp.len()));
+        assert_eq!(logsumexp.len(), shape.rows() * shape.heads);
+        assert!(scratch.len() >= logsumexp.len());
+        if !self.deterministic
+            && let Some(cudnn) = self.cudnn_for(element, &shape, dropout.is_some())
+            && let Some(bytes) = cudnn.backward_workspace(element, &shape, true)?
+            && bytes <= scratch.bytes()
+        {
+            let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
+            let (dy, dx, workspace) = (out_gradient.at(0), qkv_gradient.at(0), scratch.at(0));
+            // SAFETY: the lengths are asserted.
+            let run = || unsafe {
+                cudnn.backward(element, &shape, true, qkv, out, logsumexp, dy, dx, workspace)
+            };
+            return self.context.timed(|| "attention backward by cuDNN".into(), run);
+        }
+        self.attend_backward_plainly(
+            shape,
+            dropout,
+            qkv,
+            out,
+            logsumexp,
+            out_gradient,
+            scratch,
+            qkv_gradient,
+        )
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn attend_backward_plainly(
+        &self,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        qkv: &Tensor,
+        out: &Tensor,
+        logsumexp: &Tensor,
+        out_gradient: &Tensor,
+        delta: &mut Tensor,
+        qkv_gradient: &mut Tensor,
+    ) -> Result {
         let room = |kernel: &&Backward| {
             kernel.size_max >= shape.head_size
                 && shared_bytes(kernel.tile, shape.head_size, 4, 2) <= self.facts.shared_bytes
@@ -159,20 +236,14 @@ impl CudaDevice {
             panic!("heads of {} need more shared memory than this GPU has", shape.head_size)
         });
         let shared = shared_bytes(kernel.tile, shape.head_size, 4, 2);
-        let units = shape.rows() * shape.heads;
+        let by_row = Grid::warps(shape.rows() * shape.heads);
         let by_query = grid(&shape, shape.heads, kernel.tile, shared);
         let by_key = grid(&shape, shape.kv_heads, kernel.tile, shared);
-        let size = shape.head_size;
+        let element = qkv.element();
         let (shape, site) = (ShapeParameter::from(shape), DropoutParameter::from(dropout));
         let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
         let (out_gradient, delta, qkv_gradient) = (out_gradient.at(0), delta.at(0), qkv_gradient.at(0));
-        let mut first = [
-            parameter(&units),
-            parameter(&size),
-            parameter(&out),
-            parameter(&out_gradient),
-            parameter(&delta),
-        ];
+        let mut first = [parameter(&shape), parameter(&out), parameter(&out_gradient), parameter(&delta)];
         let mut parameters = [
             parameter(&shape),
             parameter(&site),
@@ -182,15 +253,11 @@ impl CudaDevice {
             parameter(&delta),
             parameter(&qkv_gradient),
         ];
-        // SAFETY: as in `attend`. The kernels write different columns of the gradient, all of them.
+        // SAFETY: as in `attend_plainly`. The kernels write different columns of the gradient, all of them.
         unsafe {
-            self.kernels.launch(
-                "attention_delta",
-                Grid::blocks((32 * units).div_ceil(THREADS)),
-                &mut first,
-            )?;
-            self.kernels.launch(kernel.query, by_query, &mut parameters)?;
-            self.kernels.launch(kernel.key_value, by_key, &mut parameters)
+            self.kernels.launch_of("attention_delta", element, by_row, &mut first)?;
+            self.kernels.launch_of(kernel.query, element, by_query, &mut parameters)?;
+            self.kernels.launch_of(kernel.key_value, element, by_key, &mut parameters)
         }
     }
 }

@@ -11,35 +11,33 @@ use cudarc::driver::{result, sys};
 use super::compile::Image;
 use super::context::{Context, failed};
 use crate::device::{DropoutSite, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{Element, Tensor};
 
-/// Threads of a block wherever the kernel does not say otherwise.
+/// Threads of a block wherever the kernel does not say otherwise: THREADS of common.cu.
 pub(super) const THREADS: usize = 256;
+/// AHEAD of elementwise.cu.
+const AHEAD: usize = 2;
 
-/// All kernels that are launched by name.
-const KERNELS: &[&str] = &[
+/// Kernels for each kind of element: `name_f32`, `name_bf16` and `name_f16`.
+const TYPED: &[&str] = &[
     "gelu",
     "gelu_backward",
+    "gelu_slope",
     "swiglu",
     "swiglu_backward",
     "rotary",
     "dropout",
-    "prefill",
-    "set_scalar",
-    "norm_forward",
-    "norm_again",
-    "norm_input_gradient",
+    "convert",
+    "norm",
+    "norm_wide",
+    "norm_backward",
+    "norm_backward_wide",
     "column_sums",
-    "norm_weight_sums",
     "embed",
-    "embed_gradient",
+    "token_sums",
     "position_gradient",
     "cross_entropy",
-    "add_losses",
-    "squares",
-    "add_parts",
-    "adamw",
-    "sgd",
+    "prefill",
     "attention_64_64",
     "attention_32_128",
     "attention_16_256",
@@ -53,6 +51,36 @@ const KERNELS: &[&str] = &[
     "key_value_gradient_16_128",
     "key_value_gradient_16_256",
 ];
+
+/// Kernels that there are once.
+const KERNELS: &[&str] = &[
+    "set_scalar",
+    "add_rows",
+    "sort_count",
+    "sort_move",
+    "token_starts",
+    "add_token_parts",
+    "add_losses",
+    "squares",
+    "add_parts",
+    "adamw",
+    "sgd",
+];
+
+const ELEMENTS: [(Element, &str); 3] =
+    [(Element::F32, "f32"), (Element::Bf16, "bf16"), (Element::F16, "f16")];
+
+/// Whether a kernel may ask for more shared memory than every kernel gets.
+fn takes_much_shared(name: &str) -> bool {
+    ["attention_", "query_gradient_", "key_value_gradient_", "cross_entropy"]
+        .iter()
+        .any(|start| name.starts_with(start))
+}
+
+/// Elements that a thread moves at once: `Piece::SIZE` of common.cu.
+pub(super) const fn piece(element: Element) -> usize {
+    16 / element.bytes()
+}
 
 /// What a kernel may take as a parameter: plain data of the size and layout the kernel declares.
 ///
@@ -96,6 +124,8 @@ unsafe impl Parameter for Address {}
 unsafe impl Parameter for usize {}
 // SAFETY: int.
 unsafe impl Parameter for i32 {}
+// SAFETY: u32.
+unsafe impl Parameter for u32 {}
 // SAFETY: float.
 unsafe impl Parameter for f32 {}
 // SAFETY: double.
@@ -132,13 +162,28 @@ impl Grid {
     pub(super) fn blocks(count: usize) -> Grid {
         Grid { blocks: [count, 1, 1], threads: [THREADS, 1], shared_bytes: 0 }
     }
+
+    /// One warp for each of `count`.
+    pub(super) fn warps(count: usize) -> Grid {
+        Grid::blocks(count.div_ceil(THREADS / 32))
+    }
+
+    /// As many blocks as it takes for each thread to have `each` pieces of `count` elements.
+    pub(super) fn pieces(count: usize, element: Element, each: usize) -> Grid {
+        Grid::blocks(count.div_ceil(each * THREADS * piece(element)))
+    }
+
+    /// For `walk` of elementwise.cu.
+    pub(super) fn walk(count: usize, element: Element) -> Grid {
+        Grid::pieces(count, element, AHEAD)
+    }
 }
 
 /// The kernels, loaded on one device.
 pub(super) struct Kernels {
     context: Arc<Context>,
     module: sys::CUmodule,
-    functions: HashMap<&'static str, sys::CUfunction>,
+    functions: HashMap<(&'static str, Option<Element>), sys::CUfunction>,
 }
 
 // SAFETY: handles of the driver, which may be used from any thread.
@@ -166,21 +211,43 @@ impl Kernels {
         };
         let mut kernels = Kernels { context: context.clone(), module, functions: HashMap::new() };
         for name in KERNELS {
-            let device = context.name();
-            let refused = |call| move |error| failed(device, call, error);
-            let symbol = CString::new(*name).expect("a kernel's name has no zero byte");
-            // SAFETY: the module is loaded.
-            let function = unsafe { result::module::get_function(module, symbol) }
-                .map_err(refused("cuModuleGetFunction"))?;
-            if name.contains("attention_") || name.contains("gradient_") {
-                let most = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                // SAFETY: the function was found just now.
-                unsafe { result::function::set_function_attribute(function, most, shared_bytes as i32) }
-                    .map_err(refused("cuFuncSetAttribute"))?;
-            }
-            kernels.functions.insert(name, function);
+            kernels.find(name, None, (*name).into(), shared_bytes)?;
+        }
+        for (name, (element, suffix)) in TYPED.iter().flat_map(|name| ELEMENTS.map(|of| (name, of))) {
+            kernels.find(name, Some(element), format!("{name}_{suffix}"), shared_bytes)?;
         }
         Ok(kernels)
+    }
+
+    /// Looks a kernel up by its name in the module, and lets it have the shared memory it may ask for.
+    fn find(
+        &mut self,
+        name: &'static str,
+        element: Option<Element>,
+        symbol: String,
+        shared_bytes: usize,
+    ) -> Result {
+        use sys::CUfunction_attribute as Attribute;
+        let device = self.context.name();
+        let refused = |call| move |error| failed(device, call, error);
+        let symbol = CString::new(symbol).expect("a kernel's name has no zero byte");
+        // SAFETY: the module is loaded.
+        let function = unsafe { result::module::get_function(self.module, symbol) }
+            .map_err(refused("cuModuleGetFunction"))?;
+        if takes_much_shared(name) {
+            let fixed = Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+            let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function was found just now.
+            let fixed_bytes = unsafe { result::function::get_function_attribute(function, fixed) }
+                .map_err(refused("cuFuncGetAttribute"))?;
+            // SAFETY: as above.
+            unsafe {
+                result::function::set_function_attribute(function, most, shared_bytes as i32 - fixed_bytes)
+            }
+            .map_err(refused("cuFuncSetAttribute"))?;
+        }
+        self.functions.insert((name, element), function);
+        Ok(())
     }
 
     /// Starts a kernel on the stream.
@@ -194,15 +261,44 @@ impl Kernels {
         grid: Grid,
         parameters: &mut [*mut c_void],
     ) -> Result {
+        // SAFETY: by this function's contract.
+        unsafe { self.start(name, None, grid, parameters) }
+    }
+
+    /// The same for a kernel there is for each kind of element.
+    ///
+    /// # Safety
+    /// As for `launch`; the tensors that the kernel declares by T hold such elements.
+    pub(super) unsafe fn launch_of(
+        &self,
+        name: &'static str,
+        element: Element,
+        grid: Grid,
+        parameters: &mut [*mut c_void],
+    ) -> Result {
+        // SAFETY: by this function's contract.
+        unsafe { self.start(name, Some(element), grid, parameters) }
+    }
+
+    /// # Safety
+    /// As for the two above.
+    unsafe fn start(
+        &self,
+        name: &'static str,
+        element: Option<Element>,
+        grid: Grid,
+        parameters: &mut [*mut c_void],
+    ) -> Result {
         if grid.blocks.contains(&0) {
             return Ok(());
         }
         self.context.enter()?;
-        let function = self.functions[name];
+        let function = self.functions[&(name, element)];
         let [x, y, z] = grid.blocks.map(|blocks| u32::try_from(blocks).expect("a grid of 32 bits"));
         let [width, height] = grid.threads.map(|threads| threads as u32);
+        let parameters = parameters.as_mut_ptr();
         // SAFETY: by this function's contract; the stream and the module live as long as `self`.
-        let launched = unsafe {
+        let launch = || unsafe {
             sys::cuLaunchKernel(
                 function,
                 x,
@@ -213,11 +309,11 @@ impl Kernels {
                 1,
                 grid.shared_bytes as u32,
                 self.context.stream(),
-                parameters.as_mut_ptr(),
+                parameters,
                 std::ptr::null_mut(),
             )
         };
-        self.context.check(name, launched)
+        self.context.timed(|| name.into(), || self.context.check(name, launch()))
     }
 }
 
@@ -229,8 +325,17 @@ impl Drop for Kernels {
     }
 }
 
-/// Starts a kernel of a `CudaDevice`: `launch!(device, "name", grid, parameters...)`.
+/// Starts a kernel of a `CudaDevice`: `launch!(device, "name", grid, parameters...)`, or
+/// `launch!(device, "name" of element, grid, parameters...)` where there is one for each kind of element.
 macro_rules! launch {
+    ($device:expr, $name:literal of $element:expr, $grid:expr, $($value:expr),+ $(,)?) => {
+        $device.kernels.launch_of(
+            $name,
+            $element,
+            $grid,
+            &mut [$($crate::cuda::launch::parameter(&$value)),+],
+        )
+    };
     ($device:expr, $name:literal, $grid:expr, $($value:expr),+ $(,)?) => {
         $device.kernels.launch($name, $grid, &mut [$($crate::cuda::launch::parameter(&$value)),+])
     };

@@ -89,11 +89,12 @@ impl CudaDevice {
         // The product adds onto what the output already holds, so bias and residual cost one writing pass.
         let accumulate = bias.is_some() || residual.is_some();
         if accumulate {
-            assert_eq!(element, Element::F32);
             let (bias, residual) = (at_or_null(bias), at_or_null(residual));
             let grid = self.each(out.rows * out.cols);
             // SAFETY: the matrix lies inside its tensor, which we borrow to write; lengths are asserted.
-            unsafe { launch!(self, "prefill", grid, bias, residual, to.at, out.rows, out.cols, out.stride) }?;
+            unsafe {
+                launch!(self, "prefill" of element, grid, bias, residual, to.at, out.rows, out.cols, out.stride)
+            }?;
         }
         // SAFETY: as above.
         unsafe { self.plain_product(shape, to, accumulate, a, b) }

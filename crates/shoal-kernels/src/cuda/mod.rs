@@ -6,22 +6,28 @@
 //! - [`compile`]: the kernels' source to machine code, kept on disk.
 //! - [`launch`]: kernels by name.
 //! - [`matrix`]: products by cuBLASLt, with what follows them.
-//! - [`cudnn`]: attention by cuDNN, where that is there and the elements have two bytes.
-//! - [`profile`]: how long each of them takes, where someone asks.
-//! - [`reduce`], [`attention`]: operations of more than one kernel; the others stand in [`operations`].
+//! - [`attention`]: which kernels attend: [`cudnn`]'s where they serve, or our own.
+//! - [`norm`], [`reduce`], [`embedding`], [`optimizer`]: operations of more than one kernel; the others stand
+//!   in [`operations`].
+//! - [`landing`]: where scalars are read.
+//! - [`profile`]: how long each kernel takes, where someone asks.
 //!
 //! Operations return when they are queued; reading a number waits. Sums are made in an order that depends
-//! on shapes alone, so the same operation gives the same bits every time.
+//! on shapes alone, so the same operation gives the same bits every time; but for cuDNN's attention backward,
+//! which a deterministic device does not use.
 
 mod attention;
 mod compile;
 mod context;
-#[cfg_attr(not(test), allow(dead_code))]
 mod cudnn;
+mod embedding;
+mod landing;
 mod launch;
 mod linear;
 mod matrix;
+mod norm;
 mod operations;
+mod optimizer;
 mod profile;
 mod reduce;
 mod space;
@@ -30,16 +36,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use context::Context;
 pub use context::GpuFacts;
+use cudnn::Cudnn;
+use landing::Landing;
 use launch::{Grid, Kernels, THREADS};
 use matrix::Blas;
+use optimizer::Tables;
 use space::DeviceSpace;
 
 use crate::device::Result;
 use crate::memory::{Arena, reserve_bytes};
-use crate::tensor::Tensor;
+use crate::tensor::{Element, Tensor};
 
-/// Elements of the reductions' partial sums.
-const PARTS: usize = 1 << 20;
+/// Elements of the reductions' partial sums: room for the backward of a wide norm, and for sorting a million
+/// tokens.
+const PARTS: usize = 1 << 22;
 
 /// Blocks per multiprocessor of a kernel that walks its elements.
 const BLOCKS_EACH: usize = 8;
@@ -49,14 +59,35 @@ pub struct CudaDevice {
     name: String,
     facts: GpuFacts,
     tf32: bool,
+    deterministic: bool,
     arena: Arc<Arena>,
-    kernels: Kernels,
-    blas: Blas,
-    /// What cuBLASLt uses for itself, one product after the other.
+    kernels: Arc<Kernels>,
+    blas: Arc<Blas>,
+    /// Where it is installed.
+    cudnn: Option<Arc<Cudnn>>,
+    /// What libraries use for themselves, one call after the other.
     workspace: Tensor,
     /// Partial sums between the two stages of a reduction; locked until both are queued.
     parts: Mutex<Tensor>,
+    tables: Tables,
+    landing: Mutex<Landing>,
     context: Arc<Context>,
+}
+
+/// What devices on the same GPU share.
+struct Libraries {
+    facts: GpuFacts,
+    kernels: Arc<Kernels>,
+    blas: Arc<Blas>,
+    cudnn: Option<Arc<Cudnn>>,
+    context: Arc<Context>,
+}
+
+/// The kind of element that all these tensors have.
+fn element_of(tensors: &[&Tensor]) -> Element {
+    let element = tensors[0].element();
+    assert!(tensors.iter().all(|tensor| tensor.element() == element), "tensors of different elements");
+    element
 }
 
 impl CudaDevice {
@@ -84,13 +115,43 @@ impl CudaDevice {
         let context = Context::open(name, ordinal)?;
         let facts = context.facts()?;
         let kernels = Kernels::load(context.clone(), facts.capability, facts.shared_bytes)?;
+        let blas = Blas::new(context.clone())?;
+        let cudnn = Cudnn::open(context.clone())?;
+        let libraries =
+            Libraries { facts, kernels: kernels.into(), blas: blas.into(), cudnn: cudnn.map(Arc::new), context };
+        CudaDevice::over(libraries, name, budget)
+    }
+
+    /// The same GPU with a budget of its own beside this one's.
+    pub fn beside(&self, name: &str, budget: u64) -> Result<CudaDevice> {
+        CudaDevice::over(self.libraries(), name, budget)
+    }
+
+    fn libraries(&self) -> Libraries {
+        let (facts, context) = (self.facts.clone(), self.context.clone());
+        let (kernels, blas, cudnn) = (self.kernels.clone(), self.blas.clone(), self.cudnn.clone());
+        Libraries { facts, kernels, blas, cudnn, context }
+    }
+
+    fn over(libraries: Libraries, name: &str, budget: u64) -> Result<CudaDevice> {
+        let Libraries { facts, kernels, blas, cudnn, context } = libraries;
         let space = DeviceSpace::reserve(context.clone(), reserve_bytes(budget))?;
         let arena = Arena::over(name, budget, Box::new(space), false);
-        let workspace = Tensor::new(&arena, "the workspace of cuBLASLt", matrix::WORKSPACE_BYTES / 4)?;
-        let parts = Mutex::new(Tensor::new(&arena, "the partial sums of reductions", PARTS)?);
-        let blas = Blas::new(context.clone())?;
-        let name = name.into();
-        Ok(CudaDevice { name, facts, tf32: false, arena, kernels, blas, workspace, parts, context })
+        Ok(CudaDevice {
+            name: name.into(),
+            facts,
+            tf32: false,
+            deterministic: false,
+            workspace: Tensor::new(&arena, "the workspace of libraries", matrix::WORKSPACE_BYTES / 4)?,
+            parts: Mutex::new(Tensor::new(&arena, "the partial sums of reductions", PARTS)?),
+            tables: Tables::new(&arena)?,
+            landing: Mutex::new(Landing::new(context.clone())?),
+            arena,
+            kernels,
+            blas,
+            cudnn,
+            context,
+        })
     }
 
     /// Lets fp32 products round their inputs to TF32.
@@ -99,9 +160,15 @@ impl CudaDevice {
         self
     }
 
+    /// Keeps to kernels that give the same bits every time.
+    pub fn with_deterministic(mut self, deterministic: bool) -> CudaDevice {
+        self.deterministic = deterministic;
+        self
+    }
+
     /// Bytes a device takes for itself.
     pub fn workspace_bytes() -> u64 {
-        (matrix::WORKSPACE_BYTES + 4 * PARTS) as u64
+        (matrix::WORKSPACE_BYTES + 4 * PARTS + Tables::BYTES) as u64
     }
 
     fn parts(&self) -> MutexGuard<'_, Tensor> {

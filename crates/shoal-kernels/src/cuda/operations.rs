@@ -1,34 +1,32 @@
-//! [`Device`] for a GPU: each operation checks its shapes and queues its kernels.
+//! [`Device`] for a GPU: each operation checks its shapes and queues its kernels. Whole tensors start at
+//! multiples of 256 bytes, which kernels that take no stride count on.
 
 use std::borrow::Cow;
-use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
-use super::CudaDevice;
-use super::launch::{DropoutParameter, Grid, at_or_null, launch};
+use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, launch, piece};
+use super::{CudaDevice, element_of};
 use crate::device::{
-    AdamW, AttentionShape, Clip, Device, DropoutSite, Linear, LossMode, Mat, MatMut, NormKind, Result,
-    SCALAR_ELEMENTS, Sgd,
+    AdamW, AttentionShape, Device, DropoutSite, Guard, Linear, LossMode, Mat, MatMut, NormKind, Result,
+    SCALAR_ELEMENTS, Sgd, Span, Sum, Updated,
 };
 use crate::memory::Arena;
-use crate::tensor::Tensor;
+use crate::tensor::{Element, Tensor};
 
-/// A norm's kind as its kernels take it.
-fn layer(kind: NormKind) -> i32 {
-    i32::from(kind == NormKind::Layer)
+/// `Turned` of elementwise.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct TurnedParameter {
+    rows: i64,
+    sequence: i64,
+    width: i64,
+    turned: u32,
+    half: u32,
+    sign: f32,
 }
 
-/// The lengths every operation of a norm relies on.
-fn assert_norm(kind: NormKind, x: &Mat, weight: &Tensor, bias: Option<&Tensor>, statistics: &Tensor) {
-    assert_eq!((weight.len(), statistics.len()), (x.cols, x.rows * kind.statistics()));
-    assert!(bias.is_none_or(|bias| bias.len() == x.cols));
-}
-
-/// The norm's address, or null, and the limit.
-fn clip_parameters(clip: Option<Clip>) -> (super::launch::Address, f32) {
-    assert!(clip.is_none_or(|clip| clip.norm_squared.len() == SCALAR_ELEMENTS));
-    (at_or_null(clip.map(|clip| clip.norm_squared)), clip.map_or(0.0, |clip| clip.max))
-}
+// SAFETY: struct Turned.
+unsafe impl Parameter for TurnedParameter {}
 
 impl CudaDevice {
     fn drop_rows(
@@ -36,17 +34,26 @@ impl CudaDevice {
         site: DropoutSite,
         sequence: usize,
         cols: usize,
-        x: super::launch::Address,
+        x: Address,
         residual: Option<&Tensor>,
         out: &mut Tensor,
     ) -> Result {
-        let rows = out.len() / cols;
+        let (rows, element) = (out.len() / cols, out.element());
         assert_eq!(rows * cols, out.len());
-        assert!(residual.is_none_or(|residual| residual.len() == out.len()));
+        assert!(residual.is_none_or(|residual| residual.len() == out.len() && residual.element() == element));
         let site = DropoutParameter::from(Some(site));
-        let (grid, residual, out) = (Grid::blocks(rows), at_or_null(residual), out.at(0));
-        // SAFETY: one block for each whole row; the lengths agree.
-        unsafe { launch!(self, "dropout", grid, site, sequence, cols, x, residual, out) }
+        let (grid, residual, out) = (Grid::warps(rows), at_or_null(residual), out.at(0));
+        // SAFETY: one warp for each whole row; the lengths agree.
+        unsafe { launch!(self, "dropout" of element, grid, site, rows, sequence, cols, x, residual, out) }
+    }
+
+    /// `gradient *= gelu'(x)`
+    pub(super) fn gelu_slope(&self, x: &Tensor, gradient: &mut Tensor) -> Result {
+        let (count, element) = (x.len(), element_of(&[x, gradient]));
+        assert_eq!(gradient.len(), count);
+        let grid = Grid::walk(count, element);
+        // SAFETY: the lengths agree.
+        unsafe { launch!(self, "gelu_slope" of element, grid, x.at(0), gradient.at(0), count) }
     }
 }
 
@@ -67,6 +74,19 @@ impl Device for CudaDevice {
         self.context.wait()
     }
 
+    fn driver_bytes(&self) -> Option<u64> {
+        let free = self.context.free_bytes().ok()?;
+        Some(self.facts.memory_bytes.saturating_sub(free))
+    }
+
+    fn profile(&self, on: bool) -> Result<Vec<Span>> {
+        self.context.switch_profile(on)
+    }
+
+    fn computes(&self, element: Element) -> bool {
+        self.facts.computes(element)
+    }
+
     fn set_scalar(&self, scalar: &mut Tensor, value: f64) -> Result {
         assert_eq!(scalar.len(), SCALAR_ELEMENTS);
         let grid = Grid { blocks: [1, 1, 1], threads: [1, 1], shared_bytes: 0 };
@@ -74,35 +94,60 @@ impl Device for CudaDevice {
         unsafe { launch!(self, "set_scalar", grid, scalar.at(0), value) }
     }
 
-    fn scalar(&self, scalar: &Tensor) -> Result<f64> {
-        assert_eq!(scalar.len(), SCALAR_ELEMENTS);
-        let mut value = [0.0f64];
+    fn scalars(&self, scalars: &[&Tensor]) -> Result<Vec<f64>> {
+        assert!(scalars.iter().all(|scalar| scalar.len() == SCALAR_ELEMENTS));
+        let addresses: Vec<u64> = scalars.iter().map(|scalar| scalar.at(0).0).collect();
+        // What a panic left there is written before it is read.
+        let mut landing = self.landing.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: as above.
-        unsafe { self.context.copy_out(&mut value, scalar.at(0).0) }?;
-        Ok(value[0])
+        unsafe { landing.read(&addresses) }
     }
 
     fn zero(&self, tensor: &mut Tensor) -> Result {
-        // SAFETY: the tensor is ours to write.
-        unsafe { self.context.clear(tensor.at(0).0, tensor.len()) }
+        // A block ends where its last whole word does, or later.
+        let words = (tensor.element().bytes() * tensor.len()).div_ceil(4);
+        // SAFETY: the tensor's block is ours to write.
+        unsafe { self.context.clear(tensor.at(0).0, words) }
+    }
+
+    fn convert(&self, from: &Tensor, to: &mut Tensor) -> Result {
+        assert_eq!(from.element(), Element::F32);
+        let (count, length, element) = (from.len(), to.len(), to.element());
+        assert!(count <= length);
+        let grid = Grid::pieces(length, element, 1);
+        // SAFETY: both are as long as said.
+        unsafe { launch!(self, "convert" of element, grid, from.at(0), count, to.at(0), length) }
     }
 
     fn write_floats(&self, tensor: &mut Tensor, fill: &mut dyn FnMut(&mut [f32])) -> Result {
         let mut values = vec![0.0f32; tensor.len()];
         fill(&mut values);
-        // SAFETY: the tensor is that long and ours to write.
-        unsafe { self.context.copy_in(tensor.at(0).0, &values) }
+        let (at, element) = (tensor.at(0).0, tensor.element());
+        if element == Element::F32 {
+            // SAFETY: the tensor is that long and ours to write.
+            return unsafe { self.context.copy_in(at, &values) };
+        }
+        let halves: Vec<u16> = values.into_iter().map(|value| element.encode(value)).collect();
+        // SAFETY: as above.
+        unsafe { self.context.copy_in(at, &halves) }
     }
 
     fn host_floats<'a>(&self, tensor: &'a Tensor) -> Result<Cow<'a, [f32]>> {
-        let mut values = vec![0.0f32; tensor.len()];
-        // SAFETY: the tensor is that long.
-        unsafe { self.context.copy_out(&mut values, tensor.at(0).0) }?;
-        Ok(Cow::Owned(values))
+        let (at, element) = (tensor.at(0).0, tensor.element());
+        if element == Element::F32 {
+            let mut values = vec![0.0f32; tensor.len()];
+            // SAFETY: the tensor is that long.
+            unsafe { self.context.copy_out(&mut values, at) }?;
+            return Ok(Cow::Owned(values));
+        }
+        let mut halves = vec![0u16; tensor.len()];
+        // SAFETY: as above.
+        unsafe { self.context.copy_out(&mut halves, at) }?;
+        Ok(Cow::Owned(halves.into_iter().map(|bits| element.decode(bits)).collect()))
     }
 
     fn write_integers(&self, tensor: &mut Tensor, values: &[i32]) -> Result {
-        assert_eq!(tensor.len(), values.len());
+        assert_eq!((tensor.len(), tensor.element()), (values.len(), Element::F32));
         // SAFETY: the tensor is that long and ours to write.
         unsafe { self.context.copy_in(tensor.at(0).0, values) }
     }
@@ -116,6 +161,27 @@ impl Device for CudaDevice {
         out: MatMut,
     ) -> Result {
         self.linear_forward(x, weight, bias, residual, out)
+    }
+
+    fn linear_gelu_input_gradient(
+        &self,
+        dy: Mat,
+        weight: Linear,
+        before: &Tensor,
+        dx: &mut Tensor,
+    ) -> Result {
+        self.gelu_then_linear_dx(dy, weight, before, dx)
+    }
+
+    fn linear_gelu(
+        &self,
+        x: Mat,
+        weight: Linear,
+        bias: Option<&Tensor>,
+        before: &mut Tensor,
+        out: &mut Tensor,
+    ) -> Result {
+        self.linear_then_gelu(x, weight, bias, before, out)
     }
 
     fn linear_input_gradient(&self, dy: Mat, weight: Linear, dx: MatMut, accumulate: bool) -> Result {
@@ -147,137 +213,76 @@ impl Device for CudaDevice {
         statistics: &mut Tensor,
         out: &mut Tensor,
     ) -> Result {
-        assert_norm(kind, &x, weight, bias, statistics);
-        assert_eq!(out.len(), x.rows * x.cols);
-        let (grid, from, bias) = (Grid::blocks(x.rows), x.tensor.at(x.offset), at_or_null(bias));
-        let (weight, statistics, out) = (weight.at(0), statistics.at(0), out.at(0));
-        let kind = layer(kind);
-        // SAFETY: one block for each row; the lengths agree.
-        unsafe {
-            launch!(
-                self,
-                "norm_forward",
-                grid,
-                kind,
-                eps,
-                from,
-                x.stride,
-                x.cols,
-                weight,
-                bias,
-                statistics,
-                out
-            )
-        }
+        self.norm_forward(kind, eps, x, weight, bias, statistics, out)
     }
 
-    fn norm_again(
+    fn norm_backward(
         &self,
         kind: NormKind,
         x: Mat,
         weight: &Tensor,
         bias: Option<&Tensor>,
         statistics: &Tensor,
-        out: &mut Tensor,
+        dy: &mut Tensor,
+        weight_gradient: Sum,
+        bias_gradient: Option<Sum>,
+        dx: Sum,
     ) -> Result {
-        assert_norm(kind, &x, weight, bias, statistics);
-        assert_eq!(out.len(), x.rows * x.cols);
-        let (grid, from, bias) = (Grid::blocks(x.rows), x.tensor.at(x.offset), at_or_null(bias));
-        let (weight, statistics, out) = (weight.at(0), statistics.at(0), out.at(0));
-        let kind = layer(kind);
-        // SAFETY: as for `norm`.
-        unsafe {
-            launch!(self, "norm_again", grid, kind, from, x.stride, x.cols, weight, bias, statistics, out)
-        }
-    }
-
-    fn norm_input_gradient(
-        &self,
-        kind: NormKind,
-        x: Mat,
-        weight: &Tensor,
-        statistics: &Tensor,
-        dy: &Tensor,
-        dx: &mut Tensor,
-        accumulate: bool,
-    ) -> Result {
-        assert_norm(kind, &x, weight, None, statistics);
-        assert_eq!((dy.len(), dx.len()), (x.rows * x.cols, x.rows * x.cols));
-        let (grid, from) = (Grid::blocks(x.rows), x.tensor.at(x.offset));
-        let (weight, statistics, dy, dx) = (weight.at(0), statistics.at(0), dy.at(0), dx.at(0));
-        let (kind, accumulate) = (layer(kind), i32::from(accumulate));
-        // SAFETY: as for `norm`.
-        unsafe {
-            launch!(
-                self,
-                "norm_input_gradient",
-                grid,
-                kind,
-                from,
-                x.stride,
-                x.cols,
-                weight,
-                statistics,
-                dy,
-                dx,
-                accumulate
-            )
-        }
-    }
-
-    fn norm_parameter_gradient(
-        &self,
-        kind: NormKind,
-        x: Mat,
-        statistics: &Tensor,
-        dy: &Tensor,
-        weight_gradient: &mut Tensor,
-        bias_gradient: Option<&mut Tensor>,
-        accumulate: [bool; 2],
-    ) -> Result {
-        if let Some(bias) = bias_gradient {
-            self.column_sums(Mat::new(dy, x.rows, x.cols), bias, accumulate[1])?;
-        }
-        self.norm_weight_sums(kind, x, statistics, dy, weight_gradient, accumulate[0])
+        self.norm_gradients(kind, x, weight, bias, statistics, dy, weight_gradient, bias_gradient, dx)
     }
 
     fn gelu(&self, x: &Tensor, out: &mut Tensor) -> Result {
-        assert_eq!(x.len(), out.len());
+        let (count, element) = (x.len(), element_of(&[x, out]));
+        assert_eq!(out.len(), count);
+        let grid = Grid::walk(count, element);
         // SAFETY: the lengths agree; likewise below.
-        unsafe { launch!(self, "gelu", self.each(x.len()), x.at(0), out.at(0), x.len()) }
+        unsafe { launch!(self, "gelu" of element, grid, x.at(0), out.at(0), count) }
     }
 
     fn gelu_backward(&self, x: &mut Tensor, gradient: &mut Tensor) -> Result {
-        assert_eq!(x.len(), gradient.len());
+        let (count, element) = (x.len(), element_of(&[x, gradient]));
+        assert_eq!(gradient.len(), count);
+        let grid = Grid::walk(count, element);
         // SAFETY: as above.
-        unsafe { launch!(self, "gelu_backward", self.each(x.len()), x.at(0), gradient.at(0), x.len()) }
+        unsafe { launch!(self, "gelu_backward" of element, grid, x.at(0), gradient.at(0), count) }
     }
 
     fn swiglu(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) -> Result {
-        let count = out.len();
+        let (count, element) = (out.len(), element_of(&[gate, up, out]));
         assert_eq!((gate.len(), up.len()), (count, count));
+        let grid = Grid::walk(count, element);
         // SAFETY: as above.
-        unsafe { launch!(self, "swiglu", self.each(count), gate.at(0), up.at(0), out.at(0), count) }
+        unsafe { launch!(self, "swiglu" of element, grid, gate.at(0), up.at(0), out.at(0), count) }
     }
 
     fn swiglu_backward(&self, gate: &mut Tensor, up: &mut Tensor, gradient: &mut Tensor) -> Result {
-        let count = gradient.len();
+        let (count, element) = (gradient.len(), element_of(&[gate, up, gradient]));
         assert_eq!((gate.len(), up.len()), (count, count));
-        let grid = self.each(count);
+        let (grid, gate, up) = (Grid::walk(count, element), gate.at(0), up.at(0));
         // SAFETY: as above.
-        unsafe { launch!(self, "swiglu_backward", grid, gate.at(0), up.at(0), gradient.at(0), count) }
+        unsafe { launch!(self, "swiglu_backward" of element, grid, gate, up, gradient.at(0), count) }
     }
 
     fn rotary(&self, shape: AttentionShape, table: &Tensor, inverse: bool, qkv: &mut Tensor) -> Result {
-        let half = shape.head_size / 2;
+        let (half, element) = (shape.head_size / 2, qkv.element());
         assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
         assert_eq!(2 * half, shape.head_size, "a head of pairs");
-        assert!(table.len() >= shape.sequence * shape.head_size);
-        let (rows, width, turned) = (shape.rows(), shape.qkv_width(), shape.heads + shape.kv_heads);
-        let sign = if inverse { -1.0f32 } else { 1.0 };
-        let (grid, qkv, table) = (self.each(rows * turned * half), qkv.at(0), table.at(0));
+        assert!(table.len() >= shape.sequence * shape.head_size && table.element() == Element::F32);
+        let turned = shape.heads + shape.kv_heads;
+        let pairs = if half.is_multiple_of(piece(element)) { piece(element) } else { 1 };
+        let units = shape.rows() * turned * (half / pairs);
+        assert!(u32::try_from(units).is_ok(), "{units} groups of pairs");
+        let of = TurnedParameter {
+            rows: shape.rows() as i64,
+            sequence: shape.sequence as i64,
+            width: shape.qkv_width() as i64,
+            turned: turned as u32,
+            half: half as u32,
+            sign: if inverse { -1.0 } else { 1.0 },
+        };
+        let grid = self.each(units);
         // SAFETY: lengths of the rows and of the table are asserted.
-        unsafe { launch!(self, "rotary", grid, qkv, table, rows, shape.sequence, width, turned, half, sign) }
+        unsafe { launch!(self, "rotary" of element, grid, of, table.at(0), qkv.at(0)) }
     }
 
     fn attention(
@@ -299,10 +304,10 @@ impl Device for CudaDevice {
         out: &Tensor,
         logsumexp: &Tensor,
         out_gradient: &Tensor,
-        delta: &mut Tensor,
+        scratch: &mut Tensor,
         qkv_gradient: &mut Tensor,
     ) -> Result {
-        self.attend_backward(shape, dropout, qkv, out, logsumexp, out_gradient, delta, qkv_gradient)
+        self.attend_backward(shape, dropout, qkv, out, logsumexp, out_gradient, scratch, qkv_gradient)
     }
 
     fn embed(
@@ -314,13 +319,28 @@ impl Device for CudaDevice {
         positions: Option<&Tensor>,
         out: &mut Tensor,
     ) -> Result {
-        let (count, rows) = (tokens.len(), table.len() / width);
-        assert_eq!(out.len(), count * width);
+        let (count, rows, element) = (tokens.len(), table.len() / width, element_of(&[table, out]));
+        assert_eq!((out.len(), tokens.element()), (count * width, Element::F32));
         assert!(positions.is_none_or(|positions| positions.len() >= sequence.min(count) * width));
-        let (grid, positions) = (self.each(out.len()), at_or_null(positions));
+        assert!(positions.is_none_or(|positions| positions.element() == element));
+        let (grid, positions) = (Grid::warps(count), at_or_null(positions));
         let (tokens, table, out) = (tokens.at(0), table.at(0), out.at(0));
         // SAFETY: lengths are asserted; the kernel checks each token against the table's rows.
-        unsafe { launch!(self, "embed", grid, tokens, count, sequence, width, table, rows, positions, out) }
+        unsafe {
+            launch!(
+                self,
+                "embed" of element,
+                grid,
+                tokens,
+                count,
+                sequence,
+                width,
+                table,
+                rows,
+                positions,
+                out
+            )
+        }
     }
 
     fn embed_gradient(
@@ -331,14 +351,7 @@ impl Device for CudaDevice {
         gradient: &mut Tensor,
         accumulate: bool,
     ) -> Result {
-        let (count, rows) = (tokens.len(), gradient.len() / width);
-        assert_eq!(dy.len(), count * width);
-        if !accumulate {
-            self.zero(gradient)?;
-        }
-        let (grid, tokens, dy, gradient) = (Grid::blocks(count), tokens.at(0), dy.at(0), gradient.at(0));
-        // SAFETY: as for `embed`.
-        unsafe { launch!(self, "embed_gradient", grid, tokens, count, width, dy, gradient, rows) }
+        self.scatter_add(tokens, width, dy, gradient, accumulate)
     }
 
     fn position_gradient(
@@ -349,16 +362,18 @@ impl Device for CudaDevice {
         gradient: &mut Tensor,
         accumulate: bool,
     ) -> Result {
-        let elements = sequence * width;
+        let (elements, element) = (sequence * width, dy.element());
         let samples = dy.len() / elements;
         assert_eq!(samples * elements, dy.len());
-        assert!(gradient.len() >= elements);
+        assert!(gradient.len() >= elements && gradient.element() == Element::F32);
         if !accumulate {
-            self.zero(gradient)?;
+            // SAFETY: the positions past the sequence.
+            unsafe { self.context.clear(gradient.at(elements).0, gradient.len() - elements) }?;
         }
-        let (grid, dy, gradient) = (self.each(elements), dy.at(0), gradient.at(0));
+        let (grid, add) = (Grid::pieces(elements, element, 1), i32::from(accumulate));
+        let (dy, gradient) = (dy.at(0), gradient.at(0));
         // SAFETY: lengths are asserted.
-        unsafe { launch!(self, "position_gradient", grid, samples, elements, dy, gradient) }
+        unsafe { launch!(self, "position_gradient" of element, grid, samples, elements, dy, gradient, add) }
     }
 
     fn dropout(
@@ -380,100 +395,30 @@ impl Device for CudaDevice {
         x: &Tensor,
         out: &mut Tensor,
     ) -> Result {
-        assert_eq!(x.len(), out.len());
+        assert_eq!((x.len(), x.element()), (out.len(), out.element()));
         self.drop_rows(site, sequence, cols, x.at(0), None, out)
     }
 
     fn cross_entropy(
         &self,
         targets: &Tensor,
-        rows: Range<usize>,
-        vocabulary: usize,
+        first: usize,
         mode: LossMode,
-        logits: &mut Tensor,
+        logits: MatMut,
         loss: &mut Tensor,
     ) -> Result {
-        self.softmax_loss(targets, rows, vocabulary, mode, logits, loss)
+        self.softmax_loss(targets, first, mode, logits, loss)
     }
 
     fn sum_squares(&self, tensors: &[&Tensor], sum: &mut Tensor) -> Result {
         self.squares(tensors, sum)
     }
 
-    fn adamw(
-        &self,
-        settings: &AdamW,
-        clip: Option<Clip>,
-        gradient: &Tensor,
-        first: &mut Tensor,
-        second: &mut Tensor,
-        parameter: &mut Tensor,
-    ) -> Result {
-        let s = settings;
-        let count = parameter.len();
-        assert_eq!((gradient.len(), first.len(), second.len()), (count, count, count));
-        let correction1 = 1.0 - f64::from(s.beta1).powf(s.update as f64);
-        let correction2 = 1.0 - f64::from(s.beta2).powf(s.update as f64);
-        let step = (f64::from(s.lr) / correction1) as f32;
-        let root_correction = correction2.sqrt() as f32;
-        let keep = (1.0 - f64::from(s.lr) * f64::from(s.weight_decay)) as f32;
-        let (norm, max) = clip_parameters(clip);
-        let (first, second, parameter) = (first.at(0), second.at(0), parameter.at(0));
-        // SAFETY: lengths are asserted; the norm is a scalar.
-        unsafe {
-            launch!(
-                self,
-                "adamw",
-                self.each(count),
-                norm,
-                max,
-                step,
-                root_correction,
-                keep,
-                s.beta1,
-                s.beta2,
-                s.eps,
-                gradient.at(0),
-                first,
-                second,
-                parameter,
-                count
-            )
-        }
+    fn adamw(&self, settings: &AdamW, guard: Guard, tensors: &mut [Updated]) -> Result {
+        self.adamw_update(settings, guard, tensors)
     }
 
-    fn sgd(
-        &self,
-        settings: &Sgd,
-        clip: Option<Clip>,
-        gradient: &Tensor,
-        velocity: Option<&mut Tensor>,
-        parameter: &mut Tensor,
-    ) -> Result {
-        let s = settings;
-        let count = parameter.len();
-        assert_eq!(gradient.len(), count);
-        assert!(velocity.as_ref().is_none_or(|velocity| velocity.len() == count));
-        let (norm, max) = clip_parameters(clip);
-        let velocity = at_or_null(velocity.as_deref());
-        let first = i32::from(s.update == 1);
-        // SAFETY: as for `adamw`.
-        unsafe {
-            launch!(
-                self,
-                "sgd",
-                self.each(count),
-                norm,
-                max,
-                s.lr,
-                s.weight_decay,
-                s.momentum,
-                first,
-                gradient.at(0),
-                velocity,
-                parameter.at(0),
-                count
-            )
-        }
+    fn sgd(&self, settings: &Sgd, guard: Guard, tensors: &mut [Updated]) -> Result {
+        self.sgd_update(settings, guard, tensors)
     }
 }

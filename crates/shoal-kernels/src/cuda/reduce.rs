@@ -1,184 +1,172 @@
-//! Sums over many rows or tensors, in two stages through the device's partial sums. How they are cut
-//! depends on the shape alone.
+//! Sums over many rows, in two stages through the device's partial sums. How they are cut depends on the
+//! shape alone.
 
-use std::ops::Range;
-
-use super::launch::{Address, Grid, launch};
+use super::launch::{Address, Grid, Parameter, launch, parameter, piece};
 use super::{CudaDevice, PARTS};
-use crate::device::{LossMode, Mat, NormKind, Result};
-use crate::tensor::Tensor;
+use crate::device::{LossMode, Mat, MatMut, Result, SCALAR_ELEMENTS};
+use crate::tensor::{Element, Tensor};
 
-/// Columns and lines of a block that sums columns: STRIP and STRIP_ROWS of norm.cu.
+/// Pieces and lines of a block that sums columns: STRIP and STRIP_LINES of norm.cu.
 const STRIP: usize = 32;
-const STRIP_ROWS: usize = 8;
-/// Rows of a first-stage sum, at least; and how many such sums, at most.
-const CHUNK_ROWS: usize = 128;
-const CHUNKS: usize = 64;
-/// Blocks that sum one tensor's squares, at most.
-const SQUARES_BLOCKS: usize = 256;
+const STRIP_LINES: usize = 8;
+/// Blocks of a first stage, about, and rows of each at least. A constant like those of norms: eight blocks
+/// for each multiprocessor of an H200.
+const COLUMN_BLOCKS: usize = 132 * 8;
+const CHUNK_ROWS: usize = 64;
+/// Columns and lines of a block that adds up partial rows.
+const LAST_STRIP: usize = 32;
 /// Threads of the one block that adds up partial sums.
 const LAST_THREADS: usize = 1024;
+/// Threads of a block of the loss, at most: LOSS_THREADS of loss.cu.
+const LOSS_THREADS: usize = 512;
+/// Shared memory that a multiprocessor keeps for itself for each block, and the loss kernel's own.
+const LOSS_SHARED_BYTES: usize = 2048;
 
-/// How the rows of a column sum are cut.
-struct Cut {
-    chunk: usize,
-    chunks: usize,
+/// `Logits` of loss.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct LogitsParameter {
+    cols: i64,
+    stride: i64,
+    length: i64,
+    with_gradient: i32,
+    keep: i32,
+    scale: f32,
 }
 
-impl Cut {
-    fn new(rows: usize, cols: usize) -> Cut {
-        let most = CHUNKS.min(PARTS / cols.max(1)).max(1);
-        let chunk = rows.div_ceil(most).max(CHUNK_ROWS);
-        Cut { chunk, chunks: rows.div_ceil(chunk).max(1) }
-    }
-
-    fn grid(&self, cols: usize) -> Grid {
-        Grid { blocks: [cols.div_ceil(STRIP), self.chunks, 1], threads: [STRIP, STRIP_ROWS], shared_bytes: 0 }
-    }
-}
+// SAFETY: struct Logits.
+unsafe impl Parameter for LogitsParameter {}
 
 impl CudaDevice {
     pub(super) fn column_sums(&self, dy: Mat, gradient: &mut Tensor, accumulate: bool) -> Result {
-        assert_eq!(gradient.len(), dy.cols);
-        let (from, out) = (dy.tensor.at(dy.offset), gradient.at(0));
-        self.in_two_stages(dy.rows, dy.cols, out, accumulate, |cut, out, accumulate| {
-            let grid = cut.grid(dy.cols);
-            // SAFETY: the matrix lies inside its tensor; `out` has a row of `cols` for every chunk.
-            unsafe {
-                launch!(
-                    self,
-                    "column_sums",
-                    grid,
-                    from,
-                    dy.stride,
-                    dy.rows,
-                    dy.cols,
-                    cut.chunk,
-                    out,
-                    accumulate
-                )
+        assert_eq!((gradient.len(), gradient.element()), (dy.cols, Element::F32));
+        let element = dy.tensor.element();
+        let strips = dy.cols.div_ceil(STRIP * piece(element));
+        let most = (COLUMN_BLOCKS / strips.max(1)).min(PARTS / dy.cols.max(1)).max(1);
+        let chunk = dy.rows.div_ceil(most).max(CHUNK_ROWS);
+        let chunks = dy.rows.div_ceil(chunk).max(1);
+        let grid = Grid { blocks: [strips, chunks, 1], threads: [STRIP, STRIP_LINES], shared_bytes: 0 };
+        let (from, held) = (dy.tensor.at(dy.offset), self.parts());
+        // One chunk needs no second stage.
+        let (out, add) = match chunks {
+            1 => (gradient.at(0), i32::from(accumulate)),
+            _ => (held.at(0), 0),
+        };
+        // SAFETY: the matrix lies inside its tensor; `out` has a row of `cols` for every chunk.
+        unsafe {
+            launch!(
+                self,
+                "column_sums" of element,
+                grid,
+                from,
+                dy.stride,
+                dy.rows,
+                dy.cols,
+                chunk,
+                out,
+                add
+            )?;
+            if chunks > 1 {
+                assert!(chunks * dy.cols <= PARTS);
+                self.add_rows(held.at(0), dy.cols, chunks, dy.cols, (gradient.at(0), accumulate), None)?;
             }
-        })
+        }
+        Ok(())
     }
 
-    /// The weight gradient of a norm: column sums of dy times the normalised row.
-    pub(super) fn norm_weight_sums(
+    /// `out (+)=` the sum of partial rows; `second` likewise, of the columns that follow the first `cols`.
+    ///
+    /// # Safety
+    /// The parts have so many rows, the outputs `cols` floats.
+    pub(super) unsafe fn add_rows(
         &self,
-        kind: NormKind,
-        x: Mat,
-        statistics: &Tensor,
-        dy: &Tensor,
-        gradient: &mut Tensor,
-        accumulate: bool,
-    ) -> Result {
-        assert_eq!((gradient.len(), dy.len()), (x.cols, x.rows * x.cols));
-        assert_eq!(statistics.len(), x.rows * kind.statistics());
-        let layer = i32::from(kind == NormKind::Layer);
-        let (from, statistics, dy) = (x.tensor.at(x.offset), statistics.at(0), dy.at(0));
-        self.in_two_stages(x.rows, x.cols, gradient.at(0), accumulate, |cut, out, accumulate| {
-            let (grid, chunk) = (cut.grid(x.cols), cut.chunk);
-            // SAFETY: as above; the lengths of statistics and dy are asserted.
-            unsafe {
-                launch!(
-                    self,
-                    "norm_weight_sums",
-                    grid,
-                    layer,
-                    from,
-                    x.stride,
-                    x.rows,
-                    x.cols,
-                    chunk,
-                    statistics,
-                    dy,
-                    out,
-                    accumulate
-                )
-            }
-        })
-    }
-
-    /// Runs a first stage that writes one row of sums per chunk, and adds the rows up; or the first stage
-    /// alone where there is one chunk.
-    fn in_two_stages(
-        &self,
+        parts: Address,
+        stride: usize,
         rows: usize,
         cols: usize,
-        out: Address,
-        accumulate: bool,
-        first: impl Fn(&Cut, Address, i32) -> Result,
+        (out, accumulate): (Address, bool),
+        second: Option<(Address, bool)>,
     ) -> Result {
-        let cut = Cut::new(rows, cols);
-        let accumulate = i32::from(accumulate);
-        if cut.chunks == 1 {
-            return first(&cut, out, accumulate);
-        }
-        let held = self.parts();
-        let parts = held.at(0);
-        assert!(cut.chunks * cols <= PARTS);
-        first(&cut, parts, 0)?;
-        let last = Cut { chunk: cut.chunks, chunks: 1 };
-        let grid = last.grid(cols);
-        // SAFETY: the first stage wrote `chunks` rows of `cols`, which fit the parts.
+        let blocks = [cols.div_ceil(LAST_STRIP), if second.is_some() { 2 } else { 1 }, 1];
+        let grid = Grid { blocks, threads: [LAST_STRIP, LAST_STRIP], shared_bytes: 0 };
+        let (second, accumulate_second) = second.unwrap_or((Address(0), false));
+        let (accumulate, accumulate_second) = (i32::from(accumulate), i32::from(accumulate_second));
+        // SAFETY: by this function's contract.
         unsafe {
-            launch!(self, "column_sums", grid, parts, cols, cut.chunks, cols, last.chunk, out, accumulate)
+            launch!(
+                self,
+                "add_rows",
+                grid,
+                parts,
+                stride,
+                rows,
+                cols,
+                out,
+                accumulate,
+                second,
+                accumulate_second
+            )
         }
     }
 
     pub(super) fn softmax_loss(
         &self,
         targets: &Tensor,
-        rows: Range<usize>,
-        vocabulary: usize,
+        first: usize,
         mode: LossMode,
-        logits: &mut Tensor,
+        logits: MatMut,
         loss: &mut Tensor,
     ) -> Result {
-        assert!(rows.end <= targets.len() && logits.len() >= rows.len() * vocabulary);
-        assert!(rows.len() <= PARTS, "{} rows of logits at once", rows.len());
-        assert_eq!(loss.len(), crate::device::SCALAR_ELEMENTS);
+        let (rows, cols, element) = (logits.rows, logits.cols, logits.tensor.element());
+        assert!(first + rows <= targets.len());
+        assert_eq!(logits.offset, 0, "rows of logits start with their tensor");
+        assert!(rows <= PARTS, "{rows} rows of logits at once");
+        assert_eq!(loss.len(), SCALAR_ELEMENTS);
         let (with_gradient, scale) = match mode {
-            LossMode::Gradient { scale } => (1i32, scale),
-            LossMode::LossOnly => (0, 0.0),
+            LossMode::Gradient { scale } => (true, scale),
+            LossMode::LossOnly => (false, 0.0),
+        };
+        let pieces = cols.div_ceil(piece(element));
+        // Rows are kept where two blocks of a multiprocessor can do so: one computes while the other loads.
+        // Others are read again, from the cache if they are lucky; the bits are the same.
+        let keep = with_gradient && 2 * (16 * pieces + LOSS_SHARED_BYTES) <= self.facts.shared_bytes;
+        let shape = LogitsParameter {
+            cols: cols as i64,
+            stride: logits.stride as i64,
+            length: logits.tensor.len() as i64,
+            with_gradient: i32::from(with_gradient),
+            keep: i32::from(keep),
+            scale,
+        };
+        let grid = Grid {
+            blocks: [rows, 1, 1],
+            threads: [pieces.next_multiple_of(32).clamp(32, LOSS_THREADS), 1],
+            shared_bytes: if keep { 16 * pieces } else { 0 },
         };
         let held = self.parts();
-        let (from, losses) = (targets.at(rows.start), held.at(0));
-        let (grid, values) = (Grid::blocks(rows.len()), logits.at(0));
-        // SAFETY: lengths are asserted; the kernel checks each target against the vocabulary.
-        unsafe {
-            launch!(self, "cross_entropy", grid, from, vocabulary, with_gradient, scale, values, losses)
-        }?;
-        self.add_up("add_losses", losses, rows.len(), loss)
-    }
-
-    pub(super) fn squares(&self, tensors: &[&Tensor], sum: &mut Tensor) -> Result {
-        assert_eq!(sum.len(), crate::device::SCALAR_ELEMENTS);
-        // Partial sums are f64: two elements each.
-        let most = (PARTS / 2 / tensors.len().max(1)).min(SQUARES_BLOCKS);
-        assert!(most > 0, "{} tensors in one norm", tensors.len());
-        let held = self.parts();
-        let mut used = 0;
-        for tensor in tensors.iter().filter(|tensor| !tensor.is_empty()) {
-            let (from, count, parts) = (tensor.at(0), tensor.len(), held.at(2 * used));
-            let mut grid = self.each(count);
-            grid.blocks[0] = grid.blocks[0].min(most);
-            used += grid.blocks[0];
-            // SAFETY: one part for each block, and all of them fit.
-            unsafe { launch!(self, "squares", grid, from, count, parts) }?;
-        }
-        self.add_up("add_parts", held.at(0), used, sum)
+        let (targets, values, losses) = (targets.at(first), logits.tensor.at(0), held.at(0));
+        // SAFETY: lengths are asserted; the kernel checks each target against the columns.
+        unsafe { launch!(self, "cross_entropy" of element, grid, shape, targets, values, losses) }?;
+        // SAFETY: one loss for each row was written just before.
+        unsafe { self.add_up("add_losses", losses, rows, loss) }
     }
 
     /// One block adds up parts.
-    fn add_up(&self, kernel: &'static str, parts: Address, count: usize, sum: &mut Tensor) -> Result {
+    ///
+    /// # Safety
+    /// The parts are as many, of the kind that the kernel reads; the sum is a scalar.
+    pub(super) unsafe fn add_up(
+        &self,
+        kernel: &'static str,
+        parts: Address,
+        count: usize,
+        sum: &mut Tensor,
+    ) -> Result {
         let grid = Grid { blocks: [1, 1, 1], threads: [LAST_THREADS, 1], shared_bytes: 0 };
         let sum = sum.at(0);
-        // SAFETY: the parts were written just before; the sum is a scalar.
+        // SAFETY: by this function's contract.
         unsafe {
-            match kernel {
-                "add_losses" => launch!(self, "add_losses", grid, parts, count, sum),
-                _ => launch!(self, "add_parts", grid, parts, count, sum),
-            }
+            self.kernels.launch(kernel, grid, &mut [parameter(&parts), parameter(&count), parameter(&sum)])
         }
     }
 }

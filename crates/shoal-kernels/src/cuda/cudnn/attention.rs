@@ -131,10 +131,10 @@ fn shared_gradient(
     graph.reduce(Reduction::CUDNN_REDUCE_TENSOR_ADD, each, out)
 }
 
-/// The gradients of queries, keys and values. Blocks of keys each know a part of a query's gradient: either
-/// they add it in f32, in whatever order they come (`accumulate`), or the library keeps the gradients of the
-/// scores, samples * heads * sequence² of them, and makes a product of these, which is the same every time.
-pub(super) fn backward(problem: &Problem, accumulate: bool, version: usize) -> Result<Graph> {
+/// The gradients of queries, keys and values. Blocks of keys each know a part of a query's gradient, and add
+/// it in f32 in whatever order they come. (The library could also keep the gradients of the scores and make a
+/// product of them, the same every time; that is samples * heads * sequence² of them, and slower.)
+pub(super) fn backward(problem: &Problem, version: usize) -> Result<Graph> {
     let (data, f32) = (problem.data(), Data::CUDNN_DATA_FLOAT);
     let AttentionShape { samples, sequence, head_size, .. } = problem.shape;
     let (square, row) = (problem.by_query(sequence), problem.by_query(1));
@@ -187,12 +187,8 @@ pub(super) fn backward(problem: &Problem, accumulate: bool, version: usize) -> R
     let rows_of_keys = graph.transpose(key, f32)?;
     let query_gradient = graph.argument(Argument::QueryGradient, data, problem.queries())?;
     let lengths = Lengths { rows: length, summed: length, ..Lengths::default() };
-    if accumulate {
-        let sums = graph.scratch(f32, problem.by_query(head_size))?;
-        graph.product(gradients, rows_of_keys, sums, lengths)?;
-        graph.pointwise(Pointwise::CUDNN_POINTWISE_IDENTITY, &[sums], query_gradient)?;
-    } else {
-        graph.product(gradients, rows_of_keys, query_gradient, lengths)?;
-    }
+    let sums = graph.scratch(f32, problem.by_query(head_size))?;
+    graph.product(gradients, rows_of_keys, sums, lengths)?;
+    graph.pointwise(Pointwise::CUDNN_POINTWISE_IDENTITY, &[sums], query_gradient)?;
     Ok(graph)
 }

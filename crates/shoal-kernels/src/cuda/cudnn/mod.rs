@@ -65,14 +65,12 @@ pub(super) struct Cudnn {
     context: Arc<Context>,
     version: usize,
     capability: (i32, i32),
-    /// Whether the backward must give the same bits every time.
-    deterministic: bool,
     state: Mutex<State>,
 }
 
 impl Cudnn {
     /// None where the library is missing or older than 9.10.2: our own kernels serve then.
-    pub(super) fn open(context: Arc<Context>, deterministic: bool) -> Result<Option<Cudnn>> {
+    pub(super) fn open(context: Arc<Context>) -> Result<Option<Cudnn>> {
         // SAFETY: only asks whether the library can be loaded.
         if !unsafe { sys::is_culib_present() } {
             return Ok(None);
@@ -91,7 +89,7 @@ impl Cudnn {
         check("cudnnCreate", || "a handle".into(), status)?;
         // From here on, dropping destroys the handle.
         let state = Mutex::new(State { handle, plans: HashMap::new() });
-        let cudnn = Cudnn { context, version, capability, deterministic, state };
+        let cudnn = Cudnn { context, version, capability, state };
         // SAFETY: the stream lives as long as the context.
         let status = unsafe { sys::cudnnSetStream(handle, cudnn.context.stream().cast()) };
         check("cudnnSetStream", || "the handle".into(), status)?;
@@ -109,8 +107,7 @@ impl Cudnn {
         self.workspace(Pass::Forward, Problem { element, shape: *shape, causal })
     }
 
-    /// The same for the backward. Where that must be deterministic, it is of the order of the scores:
-    /// samples * heads * sequence² elements.
+    /// The same for the backward.
     pub(super) fn backward_workspace(
         &self,
         element: Element,
@@ -155,7 +152,8 @@ impl Cudnn {
         unsafe { self.run(Pass::Forward, problem, &argument, workspace) }
     }
 
-    /// All columns of `qkv_gradient`, from what the forward took and left.
+    /// All columns of `qkv_gradient`, from what the forward took and left. The queries' gradient is summed by
+    /// whichever block comes first: its last bits vary from run to run.
     ///
     /// # Safety
     /// As for the forward.
@@ -224,9 +222,9 @@ impl Cudnn {
         if !state.plans.contains_key(&key) {
             self.context.enter()?;
             let target = Target::Handle(state.handle);
-            let entry = match unsuitable(pass, &problem, self.capability, self.deterministic) {
+            let entry = match unsuitable(pass, &problem, self.capability) {
                 Some(reason) => Entry::Refused(reason.into()),
-                None => match build(pass, &problem, self.deterministic, self.version, &target) {
+                None => match build(pass, &problem, self.version, &target) {
                     Ok(plan) => Entry::Ready(plan),
                     Err(refusal) if refusal.is_about_the_graph() => Entry::Refused(refusal.to_string()),
                     Err(refusal) => return Err(refusal.into()),
@@ -264,12 +262,7 @@ fn part(problem: &Problem, which: Argument, qkv: Address, qkv_gradient: Address)
 }
 
 /// What the library is not asked for, because its answer is known, or would be wrong.
-fn unsuitable(
-    pass: Pass,
-    problem: &Problem,
-    capability: (i32, i32),
-    deterministic: bool,
-) -> Option<&'static str> {
+fn unsuitable(pass: Pass, problem: &Problem, capability: (i32, i32)) -> Option<&'static str> {
     let shape = &problem.shape;
     // Only Hopper's kernels have room for more.
     let head_size_max = if capability.0 == 9 { 256 } else { 128 };
@@ -283,8 +276,6 @@ fn unsuitable(
         Some("heads that are no multiple of 8, or too wide")
     } else if pass == Pass::Backward && shape.sequence == 1 {
         Some("the backward of a single row")
-    } else if pass == Pass::Backward && deterministic && capability.0 > 9 {
-        Some("a deterministic backward on a GPU newer than Hopper")
     } else {
         None
     }
@@ -293,13 +284,12 @@ fn unsuitable(
 fn build(
     pass: Pass,
     problem: &Problem,
-    deterministic: bool,
     version: usize,
     target: &Target,
 ) -> std::result::Result<Plan, Refusal> {
     let graph: Graph = match pass {
         Pass::Forward => attention::forward(problem)?,
-        Pass::Backward => attention::backward(problem, !deterministic, version)?,
+        Pass::Backward => attention::backward(problem, version)?,
     };
     graph.plan(target)
 }

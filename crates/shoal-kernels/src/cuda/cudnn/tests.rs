@@ -41,8 +41,8 @@ fn gpu() -> Option<CudaDevice> {
     None
 }
 
-fn open(gpu: &CudaDevice, deterministic: bool) -> Option<Cudnn> {
-    let cudnn = Cudnn::open(gpu.context.clone(), deterministic).unwrap_or_else(|error| panic!("{error}"));
+fn open(gpu: &CudaDevice) -> Option<Cudnn> {
+    let cudnn = Cudnn::open(gpu.context.clone()).unwrap_or_else(|error| panic!("{error}"));
     if cudnn.is_none() {
         eprintln!("skipped: no cuDNN of version {OLDEST_VERSION} or newer");
     }
@@ -75,23 +75,21 @@ fn hopper_has_engines() {
     };
     let newer = VERSION_OF_OPEN_TILES + 1;
     let graphs = [
-        (Pass::Forward, false, newer),
-        (Pass::Backward, false, newer),
-        (Pass::Backward, false, VERSION_OF_OPEN_TILES),
-        (Pass::Backward, true, newer),
-        (Pass::Backward, true, VERSION_OF_OPEN_TILES),
+        (Pass::Forward, newer),
+        (Pass::Backward, newer),
+        (Pass::Backward, VERSION_OF_OPEN_TILES),
     ];
     let mut refused = 0;
-    for (pass, deterministic, version) in graphs {
+    for (pass, version) in graphs {
         for (causal, kv_heads, head_size) in [(true, 4, 64), (false, 2, 128), (true, 2, 80)] {
             let shape =
                 AttentionShape { samples: 3, sequence: 100, heads: 4, kv_heads, head_size, scale: 1.0 };
             let problem = Problem { element: Element::Bf16, shape, causal };
             let start = Instant::now();
             let label = format!(
-                "{pass:?}, deterministic {deterministic}, for {version}, causal {causal}, 4 heads of {head_size}, {kv_heads} with keys"
+                "{pass:?}, for {version}, causal {causal}, 4 heads of {head_size}, {kv_heads} with keys"
             );
-            match build(pass, &problem, deterministic, version, &target) {
+            match build(pass, &problem, version, &target) {
                 Ok(plan) => eprintln!(
                     "{label}: {}, workspace {}, {:.2?}",
                     plan.choice(),
@@ -106,48 +104,6 @@ fn hopper_has_engines() {
         }
     }
     assert_eq!(refused, 0, "graphs without an engine");
-}
-
-/// Two-byte numbers on the host.
-fn encode(element: Element, value: f32) -> u16 {
-    let bits = value.to_bits();
-    let sign = (bits >> 16 & 0x8000) as u16;
-    match element {
-        Element::Bf16 => ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16,
-        // Below the smallest normal number the steps are even.
-        _ if value.abs() < 2f32.powi(-14) => sign | (value.abs() * 2f32.powi(24)).round_ties_even() as u16,
-        _ => {
-            let magnitude = bits & 0x7fff_ffff;
-            sign | ((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13).wrapping_sub(112 << 10) as u16
-        }
-    }
-}
-
-fn decode(element: Element, bits: u16) -> f64 {
-    let wide = u32::from(bits);
-    f64::from(match element {
-        Element::Bf16 => f32::from_bits(wide << 16),
-        _ if wide & 0x7c00 == 0x7c00 => f32::NAN,
-        _ => {
-            let magnitude = f32::from_bits((wide & 0x7fff) << 13) * 2f32.powi(112);
-            if wide & 0x8000 == 0 { magnitude } else { -magnitude }
-        }
-    })
-}
-
-#[test]
-fn halves_come_back() {
-    for bits in 0..=u16::MAX {
-        for element in [Element::Bf16, Element::F16] {
-            let value = decode(element, bits);
-            if value.is_finite() {
-                assert_eq!(encode(element, value as f32), bits, "{element:?} {value}");
-            }
-        }
-    }
-    // Ties go to the even neighbour.
-    assert_eq!(encode(Element::F16, 1.0 + 2f32.powi(-11)), encode(Element::F16, 1.0));
-    assert_eq!(encode(Element::F16, 1.0 + 3.0 * 2f32.powi(-11)), encode(Element::F16, 1.0 + 2f32.powi(-9)));
 }
 
 /// Attention and its gradients in f64, in the layout of the device.
@@ -339,7 +295,7 @@ enum Verdict {
 
 fn judge(problem: &Problem, expected: &Reference, found: &Found) -> Verdict {
     let Problem { element, shape, .. } = *problem;
-    let numbers = |bits: &[u16]| bits.iter().map(|bits| decode(element, *bits)).collect::<Vec<_>>();
+    let numbers = |bits: &[u16]| bits.iter().map(|bits| f64::from(element.decode(*bits))).collect::<Vec<_>>();
     let gradient = numbers(&found.gradient);
     let tolerance = if element == Element::Bf16 { 1e-2 } else { 3e-3 };
     let (keys, values) = (shape.heads, shape.heads + shape.kv_heads);
@@ -384,40 +340,21 @@ fn problems() -> Vec<Problem> {
     problems
 }
 
-/// One problem on a library that may add in any order and, for some, on one that may not.
-fn examine(gpu: &CudaDevice, cudnn: &[Cudnn; 2], problem: Problem) -> Vec<(&'static str, Verdict)> {
+fn examine(gpu: &CudaDevice, cudnn: &Cudnn, problem: Problem) -> Verdict {
     let shape = problem.shape;
     let normal = |name: &str, elements: usize| {
         let mut values = vec![0.0; elements];
         fill_normal(&mut values, fold(key_of(name), shape.rows() as u64), 0, 1.0);
-        values.iter().map(|value| encode(problem.element, *value)).collect::<Vec<_>>()
+        values.iter().map(|value| problem.element.encode(*value)).collect::<Vec<_>>()
     };
     let qkv = normal("qkv", shape.rows() * shape.qkv_width());
     let out_gradient = normal("out gradient", shape.rows() * shape.query_width());
-    let exact = |bits: &[u16]| bits.iter().map(|bits| decode(problem.element, *bits)).collect::<Vec<_>>();
+    let exact = |bits: &[u16]| bits.iter().map(|bits| f64::from(problem.element.decode(*bits))).collect::<Vec<_>>();
     let expected = reference(&problem, &exact(&qkv), &exact(&out_gradient));
-    let mut verdicts = Vec::new();
-    for (name, cudnn) in ["any order", "one order"].into_iter().zip(cudnn) {
-        if cudnn.deterministic && shape.samples == 1 {
-            continue;
-        }
-        verdicts.push((
-            name,
-            match run(gpu, cudnn, problem, &qkv, &out_gradient) {
-                Err(reason) => Verdict::Refused(reason),
-                Ok(found) if cudnn.deterministic => {
-                    let again = run(gpu, cudnn, problem, &qkv, &out_gradient).expect("it ran before");
-                    if again == found {
-                        judge(&problem, &expected, &found)
-                    } else {
-                        Verdict::Wrong("two runs differ".into())
-                    }
-                }
-                Ok(found) => judge(&problem, &expected, &found),
-            },
-        ));
+    match run(gpu, cudnn, problem, &qkv, &out_gradient) {
+        Err(reason) => Verdict::Refused(reason),
+        Ok(found) => judge(&problem, &expected, &found),
     }
-    verdicts
 }
 
 /// All problems, or the first so many that `SHOAL_CUDNN_CASES` asks for.
@@ -428,7 +365,7 @@ fn attention_agrees() {
     if let Ok(text) = std::env::var("SHOAL_CUDNN_CASES") {
         problems.truncate(text.parse().expect("SHOAL_CUDNN_CASES is a number"));
     }
-    let Some(first) = open(&gpu, false) else { return };
+    let Some(first) = open(&gpu) else { return };
     eprintln!("cuDNN {}, {} problems", first.version, problems.len());
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::new());
@@ -436,47 +373,43 @@ fn attention_agrees() {
     std::thread::scope(|scope| {
         for _ in 0..threads {
             scope.spawn(|| {
-                let cudnn = [false, true].map(|order| open(&gpu, order).expect("it opened before"));
+                let cudnn = open(&gpu).expect("it opened before");
                 while let Some(problem) = problems.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let Problem { element, shape, causal } = problem;
-                    for (order, verdict) in examine(&gpu, &cudnn, *problem) {
-                        let (word, text) = match &verdict {
-                            Verdict::Right(text) => ("right", text),
-                            Verdict::Wrong(text) => ("WRONG", text),
-                            Verdict::Refused(text) => ("refused", text),
-                        };
-                        eprintln!(
-                            "{word}: {element:?}, causal {causal}, {order}, {} x {}/{} heads x {} x {}: {text}",
-                            shape.samples, shape.heads, shape.kv_heads, shape.sequence, shape.head_size
-                        );
-                        results.lock().unwrap().push((*problem, order, verdict));
-                    }
+                    let verdict = examine(&gpu, &cudnn, *problem);
+                    let (word, text) = match &verdict {
+                        Verdict::Right(text) => ("right", text),
+                        Verdict::Wrong(text) => ("WRONG", text),
+                        Verdict::Refused(text) => ("refused", text),
+                    };
+                    eprintln!(
+                        "{word}: {element:?}, causal {causal}, {} x {}/{} heads x {} x {}: {text}",
+                        shape.samples, shape.heads, shape.kv_heads, shape.sequence, shape.head_size
+                    );
+                    results.lock().unwrap().push((*problem, verdict));
                 }
             });
         }
     });
     let results = results.into_inner().unwrap();
     let mut bad = 0;
-    let mut table = String::from("head size, sequence, order: right, wrong, refused\n");
+    let mut table = String::from("head size, sequence: right, wrong, refused\n");
     for head_size in [64, 80, 96, 128] {
         for sequence in [16, 64, 100, 129, 257] {
-            for order in ["any order", "one order"] {
-                let mut counts = [0; 3];
-                for (problem, _, verdict) in results.iter().filter(|(problem, with, _)| {
-                    *with == order
-                        && (problem.shape.head_size, problem.shape.sequence) == (head_size, sequence)
-                }) {
-                    let must = order == "any order" && [64, 128].contains(&problem.shape.head_size);
-                    let (place, is_bad) = match verdict {
-                        Verdict::Right(_) => (0, false),
-                        Verdict::Wrong(_) => (1, true),
-                        Verdict::Refused(_) => (2, must),
-                    };
-                    counts[place] += 1;
-                    bad += usize::from(is_bad);
-                }
-                writeln!(table, "{head_size}, {sequence}, {order}: {counts:?}").unwrap();
+            let mut counts = [0; 3];
+            for (problem, verdict) in results.iter().filter(|(problem, _)| {
+                (problem.shape.head_size, problem.shape.sequence) == (head_size, sequence)
+            }) {
+                let must = [64, 128].contains(&problem.shape.head_size);
+                let (place, is_bad) = match verdict {
+                    Verdict::Right(_) => (0, false),
+                    Verdict::Wrong(_) => (1, true),
+                    Verdict::Refused(_) => (2, must),
+                };
+                counts[place] += 1;
+                bad += usize::from(is_bad);
             }
+            writeln!(table, "{head_size}, {sequence}: {counts:?}").unwrap();
         }
     }
     eprintln!("{table}");
@@ -492,16 +425,14 @@ fn report_attention_rates() {
     for (samples, heads, kv_heads, sequence, head_size) in
         [(32, 12, 12, 1024, 64), (8, 25, 25, 1024, 64), (8, 32, 8, 1024, 64), (4, 32, 8, 2048, 128)]
     {
-        for deterministic in [false, true] {
+        {
             let before = free_bytes();
-            let Some(cudnn) = open(&gpu, deterministic) else { return };
+            let Some(cudnn) = open(&gpu) else { return };
             let opened = before.saturating_sub(free_bytes());
             let (element, causal, scale) = (Element::Bf16, true, 1.0 / (head_size as f32).sqrt());
             let shape = AttentionShape { samples, sequence, heads, kv_heads, head_size, scale };
             let problem = Problem { element, shape, causal };
-            let label = format!(
-                "{samples} x {heads}/{kv_heads} heads x {sequence} x {head_size}, deterministic {deterministic}"
-            );
+            let label = format!("{samples} x {heads}/{kv_heads} heads x {sequence} x {head_size}");
             let start = Instant::now();
             let workspaces = [Pass::Forward, Pass::Backward].map(|pass| engine(&cudnn, pass, problem));
             let planned = start.elapsed();
@@ -524,7 +455,7 @@ fn report_attention_rates() {
             for tensor in [&qkv, &out_gradient] {
                 let mut values = vec![0.0; tensor.len()];
                 fill_normal(&mut values, key_of("rates"), 0, 1.0);
-                let values: Vec<u16> = values.iter().map(|value| encode(element, *value)).collect();
+                let values: Vec<u16> = values.iter().map(|value| element.encode(*value)).collect();
                 // SAFETY: the tensor is that long.
                 unsafe { gpu.context.copy_in(tensor.at(0).0, &values) }.unwrap();
             }

@@ -3,7 +3,8 @@
 // scores again from it, in one kernel by query tiles (gradients of queries) and one by key tiles (of keys
 // and values), so that no two blocks add to the same number.
 //
-// Plain fp32 arithmetic: this is what faster ones are held against. A block is 16 x 16 threads; a thread
+// Plain fp32 arithmetic on any kind of element: this is what faster ones are held against, and what serves
+// heads that they have no room for. The sums and deltas of a sample's head lie together. A block is 16 x 16 threads; a thread
 // has rows `y + 16 i` and columns `x + 16 j` of every tile. TILE is the queries or keys of a tile, WIDTH
 // the largest head the registers hold; the head's own size is `size`.
 
@@ -15,37 +16,44 @@ struct Attention {
 };
 
 // One head's columns of one sample inside joint rows.
-struct HeadRows {
-    const float *start;
+template <typename T> struct HeadRows {
+    const T *start;
     i64 stride;
 };
+
+// Where a row's sum of a head lies.
+__device__ __forceinline__ i64 sum_at(const Attention &shape, i64 sample, i64 head, i64 row) {
+    return (sample * shape.heads + head) * shape.sequence + row;
+}
 
 __device__ __forceinline__ i64 qkv_width(const Attention &shape) {
     return (shape.heads + 2 * shape.kv_heads) * shape.size;
 }
 
 // Column block `index` of a sample's rows of `qkv`: queries, then keys, then values.
-__device__ __forceinline__ HeadRows qkv_head(const Attention &shape, const float *qkv, i64 sample, i64 index) {
+template <typename T>
+__device__ __forceinline__ HeadRows<T> qkv_head(const Attention &shape, const T *qkv, i64 sample, i64 index) {
     i64 width = qkv_width(shape);
-    HeadRows rows = {qkv + sample * shape.sequence * width + index * shape.size, width};
+    HeadRows<T> rows = {qkv + sample * shape.sequence * width + index * shape.size, width};
     return rows;
 }
 
-__device__ __forceinline__ HeadRows out_head(const Attention &shape, const float *out, i64 sample, i64 head) {
+template <typename T>
+__device__ __forceinline__ HeadRows<T> out_head(const Attention &shape, const T *out, i64 sample, i64 head) {
     i64 width = shape.heads * shape.size;
-    HeadRows rows = {out + sample * shape.sequence * width + head * shape.size, width};
+    HeadRows<T> rows = {out + sample * shape.sequence * width + head * shape.size, width};
     return rows;
 }
 
 // Rows `first..` of a head into shared memory; rows past the sequence as zeros.
-template <int TILE>
-__device__ __forceinline__ void load_tile(const Attention &shape, HeadRows from, i64 first, float *tile) {
+template <int TILE, typename T>
+__device__ __forceinline__ void load_tile(const Attention &shape, HeadRows<T> from, i64 first, float *tile) {
     i64 stride = shape.size + 1;
     for (int row = threadIdx.y; row < TILE; row += SIDE) {
-        const float *source = from.start + (first + row) * from.stride;
+        const T *source = from.start + (first + row) * from.stride;
         bool inside = first + row < shape.sequence;
         for (int col = threadIdx.x; col < shape.size; col += SIDE) {
-            tile[row * stride + col] = inside ? source[col] : 0.0f;
+            tile[row * stride + col] = inside ? to_float(source[col]) : 0.0f;
         }
     }
 }
@@ -94,8 +102,8 @@ __device__ __forceinline__ void add_weighted(int size, const float *values, Weig
     }
 }
 
-template <int TILE, int COLUMNS>
-__device__ __forceinline__ void store_tile(const Attention &shape, HeadRows to, i64 first,
+template <int TILE, int COLUMNS, typename T>
+__device__ __forceinline__ void store_tile(const Attention &shape, HeadRows<T> to, i64 first,
                                            const float (&sums)[TILE / SIDE][COLUMNS]) {
 #pragma unroll
     for (int i = 0; i < TILE / SIDE; i++) {
@@ -104,7 +112,7 @@ __device__ __forceinline__ void store_tile(const Attention &shape, HeadRows to, 
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++) {
             int col = threadIdx.x + SIDE * j;
-            if (col < shape.size) const_cast<float *>(to.start)[row * to.stride + col] = sums[i][j];
+            if (col < shape.size) const_cast<T *>(to.start)[row * to.stride + col] = from_float<T>(sums[i][j]);
         }
     }
 }
@@ -116,9 +124,8 @@ template <typename Operation> __device__ __forceinline__ float row_reduce(float 
     return value;
 }
 
-template <int TILE, int WIDTH>
-__device__ void attend(const Attention &shape, const Dropout &site, const float *qkv, float *out,
-                       float *logsumexp) {
+template <int TILE, int WIDTH, typename T>
+__device__ void attend(const Attention &shape, const Dropout &site, const T *qkv, T *out, float *logsumexp) {
     const int EACH_WAY = TILE / SIDE, COLUMNS = WIDTH / SIDE;
     extern __shared__ float shared[];
     int size = shape.size, score_stride = TILE + 1;
@@ -127,9 +134,9 @@ __device__ void attend(const Attention &shape, const Dropout &site, const float 
     // Late queries see most keys: they start first.
     i64 first = (i64)(gridDim.x - 1 - blockIdx.x) * TILE, head = blockIdx.y, sample = blockIdx.z;
     i64 kv_head = head / (shape.heads / shape.kv_heads);
-    HeadRows keys = qkv_head(shape, qkv, sample, shape.heads + kv_head);
-    HeadRows values = qkv_head(shape, qkv, sample, shape.heads + shape.kv_heads + kv_head);
-    load_tile<TILE>(shape, qkv_head(shape, qkv, sample, head), first, query_tile);
+    HeadRows<T> keys = qkv_head(shape, qkv, sample, shape.heads + kv_head);
+    HeadRows<T> values = qkv_head(shape, qkv, sample, shape.heads + shape.kv_heads + kv_head);
+    load_tile<TILE, T>(shape, qkv_head(shape, qkv, sample, head), first, query_tile);
 
     float sums[EACH_WAY][COLUMNS] = {}, scores[EACH_WAY][EACH_WAY];
     float highest[EACH_WAY], total[EACH_WAY];
@@ -139,7 +146,7 @@ __device__ void attend(const Attention &shape, const Dropout &site, const float 
         mask[i] = row_key(site, sample, head * shape.sequence + first + threadIdx.y + SIDE * i);
     }
     for (i64 start = 0; start <= first; start += TILE) {
-        load_tile<TILE>(shape, keys, start, key_tile);
+        load_tile<TILE, T>(shape, keys, start, key_tile);
         __syncthreads();
         tile_products<EACH_WAY>(size, query_tile, key_tile, scores);
 #pragma unroll
@@ -170,7 +177,7 @@ __device__ void attend(const Attention &shape, const Dropout &site, const float 
         }
         __syncthreads();
         float *value_tile = key_tile;
-        load_tile<TILE>(shape, values, start, value_tile);
+        load_tile<TILE, T>(shape, values, start, value_tile);
         __syncthreads();
         add_weighted<TILE>(size, value_tile, [&](int key, int row) { return weights[row * score_stride + key]; },
                            sums);
@@ -182,22 +189,26 @@ __device__ void attend(const Attention &shape, const Dropout &site, const float 
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++) sums[i][j] /= total[i];
         if (threadIdx.x == 0 && row < shape.sequence) {
-            logsumexp[(sample * shape.sequence + row) * shape.heads + head] = highest[i] + logf(total[i]);
+            logsumexp[sum_at(shape, sample, head, row)] = highest[i] + logf(total[i]);
         }
     }
-    store_tile<TILE>(shape, out_head(shape, out, sample, head), first, sums);
+    store_tile<TILE, WIDTH / SIDE, T>(shape, out_head(shape, out, sample, head), first, sums);
 }
 
 // delta: the rows' products of output and its gradient, one warp per row and head.
-KERNEL attention_delta(i64 count, i64 size, const float *out, const float *out_gradient, float *delta) {
-    i64 unit = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32;
-    if (unit >= count) return;
+template <typename T>
+__device__ void attention_delta(const Attention &shape, const T *out, const T *out_gradient, float *delta) {
+    i64 unit = ((i64)blockIdx.x * blockDim.x + threadIdx.x) / 32, size = shape.size;
+    if (unit >= shape.samples * shape.sequence * shape.heads) return;
     float sum = 0.0f;
     for (i64 i = unit * size + threadIdx.x % 32; i < (unit + 1) * size; i += 32) {
-        sum = fmaf(out[i], out_gradient[i], sum);
+        sum = fmaf(to_float(out[i]), to_float(out_gradient[i]), sum);
     }
     for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, apart);
-    if (threadIdx.x % 32 == 0) delta[unit] = sum;
+    i64 row = unit / shape.heads;
+    if (threadIdx.x % 32 == 0) {
+        delta[sum_at(shape, row / shape.sequence, unit % shape.heads, row % shape.sequence)] = sum;
+    }
 }
 
 // From tiles of queries, keys, values and output gradients: the weights as they met the values, and the
@@ -218,7 +229,7 @@ __device__ __forceinline__ void score_gradients(const Attention &shape, const Dr
         int row = threadIdx.y + SIDE * i;
         i64 query = first_query + row;
         bool inside = query < shape.sequence;
-        i64 place = (sample * shape.sequence + query) * shape.heads + head;
+        i64 place = sum_at(shape, sample, head, query);
         float lse = inside ? logsumexp[place] : 0.0f, offset = inside ? delta[place] : 0.0f;
         u32 mask = row_key(site, sample, head * shape.sequence + query);
 #pragma unroll
@@ -233,10 +244,10 @@ __device__ __forceinline__ void score_gradients(const Attention &shape, const Dr
     }
 }
 
-template <int TILE, int WIDTH>
-__device__ void attend_query_gradient(const Attention &shape, const Dropout &site, const float *qkv,
-                                      const float *logsumexp, const float *out_gradient,
-                                      const float *delta, float *qkv_gradient) {
+template <int TILE, int WIDTH, typename T>
+__device__ void attend_query_gradient(const Attention &shape, const Dropout &site, const T *qkv,
+                                      const float *logsumexp, const T *out_gradient,
+                                      const float *delta, T *qkv_gradient) {
     extern __shared__ float shared[];
     i64 stride = shape.size + 1;
     float *query_tile = shared, *gradient_tile = query_tile + TILE * stride;
@@ -244,14 +255,14 @@ __device__ void attend_query_gradient(const Attention &shape, const Dropout &sit
     float *weights = value_tile + TILE * stride, *slopes = weights + TILE * (TILE + 1);
     i64 first = (i64)(gridDim.x - 1 - blockIdx.x) * TILE, head = blockIdx.y, sample = blockIdx.z;
     i64 kv_head = head / (shape.heads / shape.kv_heads);
-    HeadRows keys = qkv_head(shape, qkv, sample, shape.heads + kv_head);
-    HeadRows values = qkv_head(shape, qkv, sample, shape.heads + shape.kv_heads + kv_head);
-    load_tile<TILE>(shape, qkv_head(shape, qkv, sample, head), first, query_tile);
-    load_tile<TILE>(shape, out_head(shape, out_gradient, sample, head), first, gradient_tile);
+    HeadRows<T> keys = qkv_head(shape, qkv, sample, shape.heads + kv_head);
+    HeadRows<T> values = qkv_head(shape, qkv, sample, shape.heads + shape.kv_heads + kv_head);
+    load_tile<TILE, T>(shape, qkv_head(shape, qkv, sample, head), first, query_tile);
+    load_tile<TILE, T>(shape, out_head(shape, out_gradient, sample, head), first, gradient_tile);
     float sums[TILE / SIDE][WIDTH / SIDE] = {};
     for (i64 start = 0; start <= first; start += TILE) {
-        load_tile<TILE>(shape, keys, start, key_tile);
-        load_tile<TILE>(shape, values, start, value_tile);
+        load_tile<TILE, T>(shape, keys, start, key_tile);
+        load_tile<TILE, T>(shape, values, start, value_tile);
         __syncthreads();
         score_gradients<TILE>(shape, site, sample, head, first, start, query_tile, key_tile, value_tile,
                               gradient_tile, logsumexp, delta, weights, slopes);
@@ -260,13 +271,13 @@ __device__ void attend_query_gradient(const Attention &shape, const Dropout &sit
                            sums);
         __syncthreads();
     }
-    store_tile<TILE>(shape, qkv_head(shape, qkv_gradient, sample, head), first, sums);
+    store_tile<TILE, WIDTH / SIDE, T>(shape, qkv_head(shape, qkv_gradient, sample, head), first, sums);
 }
 
-template <int TILE, int WIDTH>
-__device__ void attend_key_value_gradient(const Attention &shape, const Dropout &site, const float *qkv,
-                                          const float *logsumexp, const float *out_gradient,
-                                          const float *delta, float *qkv_gradient) {
+template <int TILE, int WIDTH, typename T>
+__device__ void attend_key_value_gradient(const Attention &shape, const Dropout &site, const T *qkv,
+                                          const float *logsumexp, const T *out_gradient,
+                                          const float *delta, T *qkv_gradient) {
     extern __shared__ float shared[];
     i64 stride = shape.size + 1;
     float *query_tile = shared, *gradient_tile = query_tile + TILE * stride;
@@ -275,16 +286,16 @@ __device__ void attend_key_value_gradient(const Attention &shape, const Dropout 
     i64 first = (i64)blockIdx.x * TILE, kv_head = blockIdx.y, sample = blockIdx.z;
     i64 group = shape.heads / shape.kv_heads;
     i64 key_index = shape.heads + kv_head, value_index = key_index + shape.kv_heads;
-    load_tile<TILE>(shape, qkv_head(shape, qkv, sample, key_index), first, key_tile);
-    load_tile<TILE>(shape, qkv_head(shape, qkv, sample, value_index), first, value_tile);
+    load_tile<TILE, T>(shape, qkv_head(shape, qkv, sample, key_index), first, key_tile);
+    load_tile<TILE, T>(shape, qkv_head(shape, qkv, sample, value_index), first, value_tile);
     float key_sums[TILE / SIDE][WIDTH / SIDE] = {}, value_sums[TILE / SIDE][WIDTH / SIDE] = {};
     // The query heads that share this one add up here, in order.
     for (i64 head = kv_head * group; head < (kv_head + 1) * group; head++) {
-        HeadRows queries = qkv_head(shape, qkv, sample, head);
-        HeadRows gradients = out_head(shape, out_gradient, sample, head);
+        HeadRows<T> queries = qkv_head(shape, qkv, sample, head);
+        HeadRows<T> gradients = out_head(shape, out_gradient, sample, head);
         for (i64 start = first; start < shape.sequence; start += TILE) {
-            load_tile<TILE>(shape, queries, start, query_tile);
-            load_tile<TILE>(shape, gradients, start, gradient_tile);
+            load_tile<TILE, T>(shape, queries, start, query_tile);
+            load_tile<TILE, T>(shape, gradients, start, gradient_tile);
             __syncthreads();
             score_gradients<TILE>(shape, site, sample, head, start, first, query_tile, key_tile, value_tile,
                                   gradient_tile, logsumexp, delta, weights, slopes);
@@ -297,27 +308,36 @@ __device__ void attend_key_value_gradient(const Attention &shape, const Dropout 
             __syncthreads();
         }
     }
-    store_tile<TILE>(shape, qkv_head(shape, qkv_gradient, sample, key_index), first, key_sums);
-    store_tile<TILE>(shape, qkv_head(shape, qkv_gradient, sample, value_index), first, value_sums);
+    store_tile<TILE, WIDTH / SIDE, T>(shape, qkv_head(shape, qkv_gradient, sample, key_index), first, key_sums);
+    store_tile<TILE, WIDTH / SIDE, T>(shape, qkv_head(shape, qkv_gradient, sample, value_index), first, value_sums);
 }
 
-#define FORWARD(TILE, WIDTH) \
-    KERNEL attention_##TILE##_##WIDTH(Attention shape, Dropout site, const float *qkv, float *out, \
-                                      float *logsumexp) { \
-        attend<TILE, WIDTH>(shape, site, qkv, out, logsumexp); \
-    }
+TYPED(attention_delta, (Attention shape, const T *out, const T *out_gradient, float *delta),
+      (shape, out, out_gradient, delta))
 
-#define BACKWARD(TILE, WIDTH) \
-    KERNEL query_gradient_##TILE##_##WIDTH(Attention shape, Dropout site, const float *qkv, \
-                                           const float *logsumexp, const float *out_gradient, \
-                                           const float *delta, float *qkv_gradient) { \
-        attend_query_gradient<TILE, WIDTH>(shape, site, qkv, logsumexp, out_gradient, delta, qkv_gradient); \
+#define FORWARD(TILE, WIDTH) \
+    template <typename T> \
+    __device__ void attention_##TILE##_##WIDTH(const Attention &shape, const Dropout &site, const T *qkv, T *out, \
+                                               float *logsumexp) { \
+        attend<TILE, WIDTH>(shape, site, qkv, out, logsumexp); \
     } \
-    KERNEL key_value_gradient_##TILE##_##WIDTH(Attention shape, Dropout site, const float *qkv, \
-                                               const float *logsumexp, const float *out_gradient, \
-                                               const float *delta, float *qkv_gradient) { \
-        attend_key_value_gradient<TILE, WIDTH>(shape, site, qkv, logsumexp, out_gradient, delta, qkv_gradient); \
-    }
+    TYPED(attention_##TILE##_##WIDTH, \
+          (Attention shape, Dropout site, const T *qkv, T *out, float *logsumexp), \
+          (shape, site, qkv, out, logsumexp))
+
+#define GRADIENT(NAME, TILE, WIDTH) \
+    template <typename T> \
+    __device__ void NAME##_##TILE##_##WIDTH(const Attention &shape, const Dropout &site, const T *qkv, \
+                                            const float *logsumexp, const T *out_gradient, const float *delta, \
+                                            T *qkv_gradient) { \
+        attend_##NAME<TILE, WIDTH>(shape, site, qkv, logsumexp, out_gradient, delta, qkv_gradient); \
+    } \
+    TYPED(NAME##_##TILE##_##WIDTH, \
+          (Attention shape, Dropout site, const T *qkv, const float *logsumexp, const T *out_gradient, \
+           const float *delta, T *qkv_gradient), \
+          (shape, site, qkv, logsumexp, out_gradient, delta, qkv_gradient))
+
+#define BACKWARD(TILE, WIDTH) GRADIENT(query_gradient, TILE, WIDTH) GRADIENT(key_value_gradient, TILE, WIDTH)
 
 FORWARD(64, 64)
 FORWARD(32, 128)

@@ -1,9 +1,10 @@
-// LayerNorm and RMSNorm, and sums over columns. One block a row for outputs and input gradients; column
-// sums in two stages whose cut depends on the shape alone.
+// LayerNorm and RMSNorm, and sums over columns. Rows are held in registers while they are worked on: each
+// element moves once. Column sums are made in two stages whose cut depends on the shape alone.
 
 // A row's subtracted mean and multiplied reciprocal.
 struct RowScale {
     float mean, scale;
+    __device__ __forceinline__ float normal(float x) const { return (x - mean) * scale; }
 };
 
 __device__ __forceinline__ RowScale row_scale(bool layer, const float *statistics, i64 row) {
@@ -13,31 +14,83 @@ __device__ __forceinline__ RowScale row_scale(bool layer, const float *statistic
     return result;
 }
 
-__device__ __forceinline__ void norm_apply(RowScale by, i64 cols, const float *x, const float *weight,
-                                           const float *bias, float *out) {
-    for (i64 col = threadIdx.x; col < cols; col += blockDim.x) {
-        float value = (x[col] - by.mean) * by.scale * weight[col];
-        out[col] = bias ? value + bias[col] : value;
-    }
+// The norm's output: forward and backward make it alike, to the bit.
+__device__ __forceinline__ float scaled(float normal, float weight, const float *bias, float shift) {
+    return bias ? fmaf(normal, weight, shift) : normal * weight;
 }
 
-KERNEL norm_forward(int layer, float eps, const float *x, i64 stride, i64 cols, const float *weight,
-                    const float *bias, float *statistics, float *out) {
-    i64 row = blockIdx.x;
-    x += row * stride;
+// The threads that share a row: a warp, or the block.
+struct WarpTeam {
+    __device__ static int rank() { return threadIdx.x % 32; }
+    __device__ static int size() { return 32; }
+    __device__ static float sum(float value) { return warp_sum(value); }
+};
+
+struct BlockTeam {
+    __device__ static int rank() { return threadIdx.x; }
+    __device__ static int size() { return blockDim.x; }
+    __device__ static float sum(float value) { return block_sum(value); }
+};
+
+// A row that a team goes over more than once: HELD pieces a thread stay in registers, what a longer row has
+// past them is read again.
+template <typename T, typename Team, int HELD> struct Row {
+    static const int SIZE = Piece<T>::SIZE;
+    const T *start;
+    i64 cols;
+    bool wide;
+    Piece<T> held[HELD];
+
+    __device__ __forceinline__ Row(const T *start, i64 stride, i64 cols)
+        : start(start), cols(cols), wide(aligned(start, stride)) {
+#pragma unroll
+        for (int i = 0; i < HELD; i++) held[i] = load_piece(start, first(i), cols, wide);
+    }
+
+    __device__ static __forceinline__ i64 first(int index) {
+        return (i64)(Team::rank() + index * Team::size()) * SIZE;
+    }
+
+    // Calls work(first, values); values past the row's end are zero.
+    template <typename Work> __device__ __forceinline__ void each(Work work) const {
+        float values[SIZE];
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            if (first(i) >= cols) return;
+            unpack(held[i], values);
+            work(first(i), values);
+        }
+        for (i64 at = first(HELD); at < cols; at += Team::size() * SIZE) {
+            load_values(start, at, cols, wide, values);
+            work(at, values);
+        }
+    }
+};
+
+template <typename T, typename Team, int HELD>
+__device__ __forceinline__ void norm_row(bool layer, float eps, const T *x, i64 stride, i64 row, i64 cols,
+                                         const float *weight, const float *bias, float *statistics, T *out) {
+    const int SIZE = Piece<T>::SIZE;
+    Row<T, Team, HELD> values(x + row * stride, stride, cols);
     RowScale by = {0.0f, 0.0f};
     if (layer) {
         float sum = 0.0f;
-        for (i64 col = threadIdx.x; col < cols; col += blockDim.x) sum += x[col];
-        by.mean = block_sum(sum) / cols;
+        values.each([&](i64, const float (&x)[SIZE]) {
+#pragma unroll
+            for (int i = 0; i < SIZE; i++) sum += x[i];
+        });
+        by.mean = Team::sum(sum) / cols;
     }
     float squares = 0.0f;
-    for (i64 col = threadIdx.x; col < cols; col += blockDim.x) {
-        float apart = x[col] - by.mean;
-        squares = fmaf(apart, apart, squares);
-    }
-    by.scale = 1.0f / sqrtf(block_sum(squares) / cols + eps);
-    if (threadIdx.x == 0) {
+    values.each([&](i64 first, const float (&x)[SIZE]) {
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) {
+            float apart = first + i < cols ? x[i] - by.mean : 0.0f;
+            squares = fmaf(apart, apart, squares);
+        }
+    });
+    by.scale = 1.0f / sqrtf(Team::sum(squares) / cols + eps);
+    if (Team::rank() == 0) {
         if (layer) {
             statistics[2 * row] = by.mean;
             statistics[2 * row + 1] = by.scale;
@@ -45,78 +98,267 @@ KERNEL norm_forward(int layer, float eps, const float *x, i64 stride, i64 cols, 
             statistics[row] = by.scale;
         }
     }
-    norm_apply(by, cols, x, weight, bias, out + row * cols);
+    out += row * cols;
+    bool wide = cols % SIZE == 0;
+    values.each([&](i64 first, const float (&x)[SIZE]) {
+        float weights[SIZE], shifts[SIZE] = {}, results[SIZE];
+        load_floats(weight, first, cols, true, weights);
+        if (bias) load_floats(bias, first, cols, true, shifts);
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) results[i] = scaled(by.normal(x[i]), weights[i], bias, shifts[i]);
+        store_values(out, first, cols, wide, results);
+    });
 }
 
-KERNEL norm_again(int layer, const float *x, i64 stride, i64 cols, const float *weight, const float *bias,
-                  const float *statistics, float *out) {
-    i64 row = blockIdx.x;
-    norm_apply(row_scale(layer, statistics, row), cols, x + row * stride, weight, bias, out + row * cols);
+// Pieces that cover so many columns with a team of 32.
+#define HELD_FOR(T, COLS) ((COLS) / 32 / Piece<T>::SIZE)
+
+// One warp a row, for rows of up to 1024 columns.
+template <typename T>
+__device__ __forceinline__ void norm(int layer, float eps, const T *x, i64 stride, i64 rows, i64 cols,
+                                     const float *weight, const float *bias, float *statistics, T *out) {
+    i64 row = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (row >= rows) return;
+    norm_row<T, WarpTeam, HELD_FOR(T, 1024)>(layer, eps, x, stride, row, cols, weight, bias, statistics, out);
+}
+TYPED(norm,
+      (int layer, float eps, const T *x, i64 stride, i64 rows, i64 cols, const float *weight, const float *bias,
+       float *statistics, T *out),
+      (layer, eps, x, stride, rows, cols, weight, bias, statistics, out))
+
+// One block a row: any width.
+template <typename T>
+__device__ __forceinline__ void norm_wide(int layer, float eps, const T *x, i64 stride, i64 cols, const float *weight,
+                                          const float *bias, float *statistics, T *out) {
+    norm_row<T, BlockTeam, HELD_FOR(T, 512)>(layer, eps, x, stride, blockIdx.x, cols, weight, bias, statistics, out);
+}
+BOUNDED(norm_wide, __launch_bounds__(1024),
+        (int layer, float eps, const T *x, i64 stride, i64 cols, const float *weight, const float *bias,
+         float *statistics, T *out),
+        (layer, eps, x, stride, cols, weight, bias, statistics, out))
+
+// What a norm's backward works on. Each block takes `share` rows and leaves one row of partial sums: those
+// of the weight's gradient, then those of the bias's. `team` warps share a row.
+template <typename T> struct NormBackward {
+    const T *x;
+    i64 stride, rows, cols, share;
+    const float *weight, *bias, *statistics;
+    T *dy, *dx;
+    float *parts;
+    int layer, accumulate, team;
+};
+
+// Columns of a row of which a block has several at a time, at most: norm.rs counts on it.
+#define SHARED_COLS 1024
+
+// Sums over teams of `warps` neighbouring warps, warps in order; the whole block calls. Calls alternate between
+// two places: one barrier is enough to keep a warp that is ahead from writing where another still reads.
+__device__ __forceinline__ void team_sums(float &a, float &b, int warps, int turn) {
+    __shared__ float parts[2][2][32];
+    a = warp_sum(a), b = warp_sum(b);
+    if (warps == 1) return;
+    int own = threadIdx.x / 32, first = own / warps * warps;
+    if (threadIdx.x % 32 == 0) parts[turn][0][own] = a, parts[turn][1][own] = b;
+    __syncthreads();
+    a = 0.0f, b = 0.0f;
+    for (int warp = first; warp < first + warps; warp++) a += parts[turn][0][warp], b += parts[turn][1][warp];
+}
+
+// The same sixteen bytes, but what was unpacked from them before is not worth its registers.
+template <typename T> __device__ __forceinline__ void unpack_again(Piece<T> piece, float (&values)[Piece<T>::SIZE]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) asm volatile("" : "+r"(piece.words[i]));
+    unpack(piece, values);
 }
 
 // With x̂ the normalised row and g = dy * weight:
 // dx = scale * (g - mean(g) - x̂ * mean(g * x̂)), and no mean(g) for the root mean square.
-KERNEL norm_input_gradient(int layer, const float *x, i64 stride, i64 cols, const float *weight,
-                           const float *statistics, const float *dy, float *dx, int accumulate) {
-    i64 row = blockIdx.x;
-    x += row * stride, dy += row * cols, dx += row * cols;
-    RowScale by = row_scale(layer, statistics, row);
-    float along = 0.0f, average = 0.0f;
-    for (i64 col = threadIdx.x; col < cols; col += blockDim.x) {
-        float g = dy[col] * weight[col];
-        along = fmaf(g, (x[col] - by.mean) * by.scale, along);
-        average += g;
+// One pass: a thread has one piece of every row of its team, so its columns' sums stay with it. The teams go
+// from row to row together.
+template <typename T> __device__ __forceinline__ void norm_backward(const NormBackward<T> &of) {
+    const int SIZE = Piece<T>::SIZE;
+    __shared__ float columns[2][SHARED_COLS];
+    int team_threads = of.team * 32, own_team = threadIdx.x / team_threads, teams = blockDim.x / team_threads;
+    int cols = of.cols, first = threadIdx.x % team_threads * SIZE;
+    i64 begin = blockIdx.x * of.share, end = min(begin + of.share, of.rows);
+    bool wide_x = aligned(of.x, of.stride), wide = cols % SIZE == 0;
+    float weight_sums[SIZE] = {}, bias_sums[SIZE] = {};
+    int turn = 0;
+    for (i64 start = begin; start < end; start += teams, turn ^= 1) {
+        // Without a row, and past a row's end, all is zero and adds nothing anywhere.
+        i64 row = min(start + own_team, end - 1);
+        int row_cols = start + own_team < end ? cols : 0;
+        const T *x = of.x + row * of.stride;
+        T *dy = of.dy + row * cols, *dx = of.dx + row * cols;
+        Piece<T> x_piece = load_piece(x, first, row_cols, wide_x);
+        Piece<T> dy_piece = load_piece((const T *)dy, first, row_cols, wide);
+        Piece<T> dx_piece = load_piece((const T *)dx, first, of.accumulate ? row_cols : 0, wide);
+        RowScale by = row_scale(of.layer, of.statistics, row);
+        float values[SIZE], slopes[SIZE], weights[SIZE], shifts[SIZE] = {}, sums[SIZE];
+        unpack(x_piece, values);
+        unpack(dy_piece, slopes);
+        load_floats(of.weight, first, cols, true, weights);
+        float along = 0.0f, average = 0.0f;
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) {
+            float normal = by.normal(values[i]), g = slopes[i] * weights[i];
+            along = fmaf(g, normal, along);
+            average += g;
+            weight_sums[i] = fmaf(slopes[i], normal, weight_sums[i]);
+            bias_sums[i] += slopes[i];
+        }
+        team_sums(along, average, of.team, turn);
+        along /= cols;
+        average = of.layer ? average / cols : 0.0f;
+        unpack_again(x_piece, values);
+        unpack_again(dy_piece, slopes);
+        unpack(dx_piece, sums);
+        const float *weight = of.weight;
+        asm volatile("" : "+l"(weight));
+        load_floats(weight, first, cols, true, weights);
+        if (of.bias) load_floats(of.bias, first, cols, true, shifts);
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) {
+            float normal = by.normal(values[i]);
+            sums[i] += by.scale * (slopes[i] * weights[i] - average - normal * along);
+            values[i] = scaled(normal, weights[i], of.bias, shifts[i]);
+        }
+        store_values(dx, first, row_cols, wide, sums);
+        store_values(dy, first, row_cols, wide, values);
     }
-    along = block_sum(along) / cols;
-    average = layer ? block_sum(average) / cols : 0.0f;
-    for (i64 col = threadIdx.x; col < cols; col += blockDim.x) {
-        float normal = (x[col] - by.mean) * by.scale;
-        float value = by.scale * (dy[col] * weight[col] - average - normal * along);
-        dx[col] = accumulate ? dx[col] + value : value;
+    float *parts = of.parts + blockIdx.x * 2 * of.cols;
+    if (teams == 1) {
+        // Rows of parts are aligned only by chance, and written once.
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) {
+            if (first + i < cols) parts[first + i] = weight_sums[i], parts[cols + first + i] = bias_sums[i];
+        }
+        return;
+    }
+    // The teams' sums, added in their order.
+    for (int team = 0; team < teams; team++) {
+        if (own_team == team) {
+#pragma unroll
+            for (int i = 0; i < SIZE; i++) {
+                float *weight_sum = &columns[0][first + i], *bias_sum = &columns[1][first + i];
+                *weight_sum = team ? *weight_sum + weight_sums[i] : weight_sums[i];
+                *bias_sum = team ? *bias_sum + bias_sums[i] : bias_sums[i];
+            }
+        }
+        __syncthreads();
+    }
+    for (int col = threadIdx.x; col < cols; col += blockDim.x) {
+        parts[col] = columns[0][col];
+        parts[cols + col] = columns[1][col];
     }
 }
+BOUNDED(norm_backward, __launch_bounds__(1024), (NormBackward<T> of), (of))
 
+// The sums of two values over the block; what `block_sum` gives, in half the barriers.
+__device__ __forceinline__ void block_sums(float &a, float &b) {
+    __shared__ float parts[2][32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    a = warp_sum(a), b = warp_sum(b);
+    // Whoever still reads the parts of the row before must be done.
+    __syncthreads();
+    if (lane == 0) parts[0][warp] = a, parts[1][warp] = b;
+    __syncthreads();
+    bool inside = lane < blockDim.x / 32;
+    a = warp_sum(inside ? parts[0][lane] : 0.0f), b = warp_sum(inside ? parts[1][lane] : 0.0f);
+}
+
+// The same for rows of any width, one block a row: rows are read twice, and the sums lie in the parts from
+// the start.
+template <typename T> __device__ __forceinline__ void norm_backward_wide(const NormBackward<T> &of) {
+    i64 cols = of.cols, end = min((blockIdx.x + 1) * of.share, of.rows);
+    float *weight_sums = of.parts + blockIdx.x * 2 * cols, *bias_sums = weight_sums + cols;
+    for (i64 col = threadIdx.x; col < cols; col += blockDim.x) weight_sums[col] = 0.0f, bias_sums[col] = 0.0f;
+    for (i64 row = blockIdx.x * of.share; row < end; row++) {
+        const T *x = of.x + row * of.stride;
+        T *dy = of.dy + row * cols, *dx = of.dx + row * cols;
+        RowScale by = row_scale(of.layer, of.statistics, row);
+        float along = 0.0f, average = 0.0f;
+        for (i64 col = threadIdx.x; col < cols; col += blockDim.x) {
+            float g = to_float(dy[col]) * of.weight[col];
+            along = fmaf(g, by.normal(to_float(x[col])), along);
+            average += g;
+        }
+        block_sums(along, average);
+        along /= cols;
+        average = of.layer ? average / cols : 0.0f;
+        for (i64 col = threadIdx.x; col < cols; col += blockDim.x) {
+            float normal = by.normal(to_float(x[col])), slope = to_float(dy[col]), weight = of.weight[col];
+            weight_sums[col] = fmaf(slope, normal, weight_sums[col]);
+            bias_sums[col] += slope;
+            float sum = of.accumulate ? to_float(dx[col]) : 0.0f;
+            dx[col] = from_float<T>(sum + by.scale * (slope * weight - average - normal * along));
+            dy[col] = from_float<T>(scaled(normal, weight, of.bias, of.bias ? of.bias[col] : 0.0f));
+        }
+    }
+}
+BOUNDED(norm_backward_wide, __launch_bounds__(1024), (NormBackward<T> of), (of))
+
+// A block of STRIP x STRIP_LINES threads sums STRIP pieces' columns; loads of LOADS rows are in flight.
 #define STRIP 32
-#define STRIP_ROWS 8
+#define STRIP_LINES 8
+#define LOADS 8
 
-// The block's sum of `term(row)` for its column, over the rows of its chunk; threads of the first line
-// have the result.
-template <typename Term> __device__ float column_sum(i64 rows, i64 chunk, bool inside, Term term) {
-    __shared__ float lines[STRIP_ROWS][STRIP];
-    i64 first = (i64)blockIdx.y * chunk, end = first + chunk < rows ? first + chunk : rows;
+// Row `blockIdx.y` of `out` gets the column sums of the rows of that chunk.
+template <typename T>
+__device__ __forceinline__ void column_sums(const T *values, i64 stride, i64 rows, i64 cols, i64 chunk, float *out,
+                                            int accumulate) {
+    const int SIZE = Piece<T>::SIZE;
+    __shared__ float lines[STRIP_LINES][STRIP * SIZE];
+    i64 first = ((i64)blockIdx.x * STRIP + threadIdx.x) * SIZE;
+    i64 begin = blockIdx.y * chunk, end = min(begin + chunk, rows), row = begin + threadIdx.y;
+    bool wide = aligned(values, stride);
+    float sums[SIZE] = {};
+    auto add = [&](const Piece<T> &piece) {
+        float terms[SIZE];
+        unpack(piece, terms);
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) sums[i] += terms[i];
+    };
+    for (; row + (LOADS - 1) * STRIP_LINES < end; row += LOADS * STRIP_LINES) {
+        Piece<T> pieces[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) {
+            pieces[i] = load_piece(values + (row + i * STRIP_LINES) * stride, first, cols, wide);
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS; i++) add(pieces[i]);
+    }
+    for (; row < end; row += STRIP_LINES) add(load_piece(values + row * stride, first, cols, wide));
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) lines[threadIdx.y][threadIdx.x * SIZE + i] = sums[i];
+    __syncthreads();
+    int place = threadIdx.y * STRIP + threadIdx.x;
+    i64 col = (i64)blockIdx.x * STRIP * SIZE + place;
+    if (place >= STRIP * SIZE || col >= cols) return;
     float sum = 0.0f;
-    if (inside) {
-        for (i64 row = first + threadIdx.y; row < end; row += STRIP_ROWS) sum += term(row);
+    for (int line = 0; line < STRIP_LINES; line++) sum += lines[line][place];
+    float *to = out + blockIdx.y * cols + col;
+    *to = accumulate ? *to + sum : sum;
+}
+TYPED(column_sums, (const T *values, i64 stride, i64 rows, i64 cols, i64 chunk, float *out, int accumulate),
+      (values, stride, rows, cols, chunk, out, accumulate))
+
+// out (+)= the sum of `rows` partial rows; blocks of y = 1 sum what lies behind the first `cols` of each row
+// into the second output. A block of 32 x 32 threads sums 32 columns.
+KERNEL add_rows(const float *parts, i64 stride, i64 rows, i64 cols, float *out, int accumulate, float *second,
+                int second_accumulate) {
+    __shared__ float lines[32][33];
+    i64 col = (i64)blockIdx.x * 32 + threadIdx.x;
+    if (blockIdx.y) parts += cols, out = second, accumulate = second_accumulate;
+    float sum = 0.0f;
+    if (col < cols) {
+#pragma unroll 8
+        for (i64 row = threadIdx.y; row < rows; row += 32) sum += parts[row * stride + col];
     }
     lines[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    sum = 0.0f;
-    for (int line = 0; line < STRIP_ROWS; line++) sum += lines[line][threadIdx.x];
-    return sum;
-}
-
-__device__ __forceinline__ void store_column(float sum, i64 col, i64 cols, float *out, int accumulate) {
-    if (threadIdx.y == 0 && col < cols) {
-        float *place = out + (i64)blockIdx.y * cols + col;
-        *place = accumulate ? *place + sum : sum;
-    }
-}
-
-// Row `blockIdx.y` of `out` gets the column sums of the rows of that chunk.
-KERNEL column_sums(const float *values, i64 stride, i64 rows, i64 cols, i64 chunk, float *out,
-                   int accumulate) {
-    i64 col = (i64)blockIdx.x * STRIP + threadIdx.x;
-    float sum = column_sum(rows, chunk, col < cols, [&](i64 row) { return values[row * stride + col]; });
-    store_column(sum, col, cols, out, accumulate);
-}
-
-// The same of dy * x̂: the gradient of a norm's weight.
-KERNEL norm_weight_sums(int layer, const float *x, i64 stride, i64 rows, i64 cols, i64 chunk,
-                        const float *statistics, const float *dy, float *out, int accumulate) {
-    i64 col = (i64)blockIdx.x * STRIP + threadIdx.x;
-    float sum = column_sum(rows, chunk, col < cols, [&](i64 row) {
-        RowScale by = row_scale(layer, statistics, row);
-        return dy[row * cols + col] * ((x[row * stride + col] - by.mean) * by.scale);
-    });
-    store_column(sum, col, cols, out, accumulate);
+    // Each warp adds up one column's lines.
+    sum = warp_sum(lines[threadIdx.x][threadIdx.y]);
+    col = (i64)blockIdx.x * 32 + threadIdx.y;
+    if (threadIdx.x == 0 && col < cols) out[col] = accumulate ? out[col] + sum : sum;
 }

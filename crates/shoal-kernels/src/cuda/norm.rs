@@ -1,0 +1,227 @@
+//! Norms: how many threads share a row, and how the rows of the backward's sums are cut.
+
+use super::launch::{Address, Grid, Parameter, at_or_null, launch, piece};
+use super::{CudaDevice, PARTS, element_of};
+use crate::device::{Mat, NormKind, Result, Sum};
+use crate::tensor::{Element, Tensor};
+
+/// The widest row that one warp holds in its registers, and columns that a thread of a whole block does.
+const WARP_COLS: usize = 1024;
+const THREAD_COLS: usize = 16;
+const BLOCK_THREADS: usize = 1024;
+
+/// Warps of a block of the backward, unless a row needs more; a block with several rows at a time has
+/// SHARED_COLS of norm.cu for each.
+const BACKWARD_WARPS: usize = 8;
+/// Threads of the backward in all. A constant, because the cut decides the order of sums: what an H200 has
+/// room for, and enough for smaller ones.
+const BACKWARD_THREADS: usize = 132 * 960;
+/// Rows that each team of warps takes, at least: fewer would cost more partial sums than time.
+const TEAM_ROWS: usize = 4;
+
+/// `NormBackward` of norm.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct BackwardParameter {
+    x: Address,
+    stride: i64,
+    rows: i64,
+    cols: i64,
+    share: i64,
+    weight: Address,
+    bias: Address,
+    statistics: Address,
+    dy: Address,
+    dx: Address,
+    parts: Address,
+    layer: i32,
+    accumulate: i32,
+    team: i32,
+}
+
+// SAFETY: struct NormBackward.
+unsafe impl Parameter for BackwardParameter {}
+
+/// A norm's kind as its kernels take it.
+fn layer(kind: NormKind) -> i32 {
+    i32::from(kind == NormKind::Layer)
+}
+
+/// What every operation of a norm relies on; the element that rows are of.
+fn assert_norm(
+    kind: NormKind,
+    x: &Mat,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    statistics: &Tensor,
+) -> Element {
+    assert_eq!((weight.len(), statistics.len()), (x.cols, x.rows * kind.statistics()));
+    assert!(bias.is_none_or(|bias| bias.len() == x.cols && bias.element() == Element::F32));
+    assert_eq!((weight.element(), statistics.element()), (Element::F32, Element::F32));
+    x.tensor.element()
+}
+
+/// How the backward's rows are cut, by their shape alone.
+struct Cut {
+    /// Warps that share a row; none where rows are too wide for that.
+    team: usize,
+    threads: usize,
+    /// Rows of a block.
+    share: usize,
+    blocks: usize,
+}
+
+impl Cut {
+    fn new(rows: usize, cols: usize, element: Element) -> Cut {
+        let team = cols.div_ceil(32 * piece(element)).max(1);
+        let (team, teams, threads) = match team {
+            1..=32 => {
+                let teams = (BACKWARD_WARPS / team).max(1);
+                (team, teams, 32 * team * teams)
+            }
+            _ => (0, 1, BLOCK_THREADS),
+        };
+        let most = (BACKWARD_THREADS / threads).min(PARTS / (2 * cols.max(1)));
+        assert!(most > 0, "rows of {cols} are too wide for partial sums");
+        let share = rows.div_ceil(most).max(TEAM_ROWS * teams);
+        Cut { team, threads, share, blocks: rows.div_ceil(share).max(1) }
+    }
+}
+
+impl CudaDevice {
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn norm_forward(
+        &self,
+        kind: NormKind,
+        eps: f32,
+        x: Mat,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        statistics: &mut Tensor,
+        out: &mut Tensor,
+    ) -> Result {
+        let element = assert_norm(kind, &x, weight, bias, statistics);
+        assert_eq!(out.len(), x.rows * x.cols);
+        assert_eq!(out.element(), element);
+        let (kind, from, bias) = (layer(kind), x.tensor.at(x.offset), at_or_null(bias));
+        let (weight, statistics, out) = (weight.at(0), statistics.at(0), out.at(0));
+        let (rows, cols, stride) = (x.rows, x.cols, x.stride);
+        if cols <= WARP_COLS {
+            let grid = Grid::warps(rows);
+            // SAFETY: one warp for each row; the lengths agree.
+            return unsafe {
+                launch!(
+                    self,
+                    "norm" of element,
+                    grid,
+                    kind,
+                    eps,
+                    from,
+                    stride,
+                    rows,
+                    cols,
+                    weight,
+                    bias,
+                    statistics,
+                    out
+                )
+            };
+        }
+        let threads = cols.div_ceil(THREAD_COLS).next_multiple_of(32).min(BLOCK_THREADS);
+        let grid = Grid { threads: [threads, 1], ..Grid::blocks(rows) };
+        // SAFETY: one block for each row; the lengths agree.
+        unsafe {
+            launch!(
+                self,
+                "norm_wide" of element,
+                grid,
+                kind,
+                eps,
+                from,
+                stride,
+                cols,
+                weight,
+                bias,
+                statistics,
+                out
+            )
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn norm_gradients(
+        &self,
+        kind: NormKind,
+        x: Mat,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        statistics: &Tensor,
+        dy: &mut Tensor,
+        (weight_gradient, accumulate_weight): Sum,
+        bias_gradient: Option<Sum>,
+        (dx, accumulate): Sum,
+    ) -> Result {
+        let element = assert_norm(kind, &x, weight, bias, statistics);
+        assert_eq!((dy.len(), dx.len()), (x.rows * x.cols, x.rows * x.cols));
+        assert_eq!(element_of(&[x.tensor, dy, dx]), element);
+        assert_eq!((weight_gradient.len(), weight_gradient.element()), (x.cols, Element::F32));
+        let second = bias_gradient.as_ref().map(|(bias, _)| &**bias);
+        assert!(second.is_none_or(|bias| bias.len() == x.cols && bias.element() == Element::F32));
+        let cut = Cut::new(x.rows, x.cols, element);
+        let held = self.parts();
+        let of = BackwardParameter {
+            x: x.tensor.at(x.offset),
+            stride: x.stride as i64,
+            rows: x.rows as i64,
+            cols: i64::from(i32::try_from(x.cols).expect("a row of less than 2^31 columns")),
+            share: cut.share as i64,
+            weight: weight.at(0),
+            bias: at_or_null(bias),
+            statistics: statistics.at(0),
+            dy: dy.at(0),
+            dx: dx.at(0),
+            parts: held.at(0),
+            layer: layer(kind),
+            accumulate: i32::from(accumulate),
+            team: cut.team as i32,
+        };
+        let grid = Grid { threads: [cut.threads, 1], ..Grid::blocks(cut.blocks) };
+        // SAFETY: the lengths agree, and two rows of sums for each block fit the parts.
+        unsafe {
+            match cut.team {
+                0 => launch!(self, "norm_backward_wide" of element, grid, of),
+                _ => launch!(self, "norm_backward" of element, grid, of),
+            }
+        }?;
+        let second = bias_gradient.map(|(bias, accumulate)| (bias.at(0), accumulate));
+        // SAFETY: each block wrote its sums of both gradients, side by side.
+        unsafe {
+            let first = (weight_gradient.at(0), accumulate_weight);
+            self.add_rows(held.at(0), 2 * x.cols, cut.blocks, x.cols, first, second)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every row is in a share, shares fit the parts, and blocks are ones that a GPU starts.
+    #[test]
+    fn rows_are_cut_whole() {
+        for element in [Element::F32, Element::Bf16] {
+            for rows in [0, 1, 2, 31, 1000, 32768, 1 << 20] {
+                for cols in [1, 7, 256, 257, 768, 1024, 1025, 4096, 4097, 8192, 8193, 20000, 1 << 20] {
+                    let cut = Cut::new(rows, cols, element);
+                    assert!(cut.blocks * cut.share >= rows && 2 * cut.blocks * cols <= PARTS);
+                    assert!(cut.threads <= BLOCK_THREADS && cut.threads % 32 == 0);
+                    if cut.team > 0 {
+                        assert!(32 * cut.team * piece(element) >= cols);
+                        let teams = cut.threads / 32 / cut.team;
+                        assert!(teams == 1 || 32 * cut.team * piece(element) <= 1024, "SHARED_COLS");
+                    }
+                }
+            }
+        }
+    }
+}
