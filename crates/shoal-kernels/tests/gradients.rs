@@ -22,7 +22,7 @@ use common::{
 };
 use proptest::prelude::*;
 use shoal_kernels::device::SCALAR_ELEMENTS;
-use shoal_kernels::{Device, DropoutSite, Linear, LossMode, NormKind, Tensor};
+use shoal_kernels::{Device, DropoutSite, Linear, LossMode, Mat, MatMut, NormKind, Tensor};
 
 /// Of each property. All of them together take some five seconds on one core.
 const CASES: u32 = 120;
@@ -136,6 +136,33 @@ proptest! {
     }
 
     #[test]
+    fn linear_with_gelu(
+        (rows, inputs, outputs) in (side(), side(), side()),
+        margin in margin(),
+        in_out: bool,
+        threads in 1usize..=3,
+        seed: u64,
+    ) {
+        let device = device(threads);
+        let before = normal(seed, "before", rows * inputs);
+        let weight = tensor(&device, &normal(seed, "weight", inputs * outputs));
+        let linear = Linear { weight: &weight, inputs, outputs, in_out };
+        let c = normal(seed, "c", rows * outputs);
+        let dy = Matrix::new(&device, rows, outputs, margin, &c);
+        let mut gradient = unwritten(&device, before.len());
+        let at = tensor(&device, &before);
+        device.linear_gelu_input_gradient(dy.mat(), linear, &at, &mut gradient).unwrap();
+        assert_gradient("before", seed, &before, &c, gradient.floats(), |before| {
+            let mut hidden = unwritten(&device, before.len());
+            device.gelu(&tensor(&device, before), &mut hidden).unwrap();
+            let mut out = unwritten(&device, c.len());
+            let to = MatMut::new(&mut out, rows, outputs);
+            device.linear(Mat::new(&hidden, rows, inputs), linear, None, None, to).unwrap();
+            out.floats().to_vec()
+        });
+    }
+
+    #[test]
     fn norms(
         kind in prop::sample::select(vec![NormKind::Layer, NormKind::Rms]),
         rows in side(),
@@ -167,25 +194,24 @@ proptest! {
 
         let (statistics, _) = run(&x, &weight, &bias);
         let x_matrix = Matrix::new(&device, rows, cols, margin, &x);
-        let (weight_tensor, dy) = (tensor(&device, &weight), tensor(&device, &c));
+        let (weight_tensor, mut dy) = (tensor(&device, &weight), tensor(&device, &c));
+        let bias_tensor = tensor(&device, &bias);
         let mut dx = unwritten(&device, rows * cols);
-        device
-            .norm_input_gradient(kind, x_matrix.mat(), &weight_tensor, &statistics, &dy, &mut dx, false)
-            .unwrap();
-        assert_gradient("x", seed, &x, &c, dx.floats(), |x| run(x, &weight, &bias).1);
-
         let (mut dw, mut db) = (unwritten(&device, cols), unwritten(&device, cols));
         device
-            .norm_parameter_gradient(
+            .norm_backward(
                 kind,
                 x_matrix.mat(),
+                &weight_tensor,
+                Some(&bias_tensor),
                 &statistics,
-                &dy,
-                &mut dw,
-                Some(&mut db),
-                [false; 2],
+                &mut dy,
+                (&mut dw, false),
+                Some((&mut db, false)),
+                (&mut dx, false),
             )
             .unwrap();
+        assert_gradient("x", seed, &x, &c, dx.floats(), |x| run(x, &weight, &bias).1);
         assert_gradient("weight", seed, &weight, &c, dw.floats(), |weight| run(&x, weight, &bias).1);
         assert_gradient("bias", seed, &bias, &c, db.floats(), |bias| run(&x, &weight, bias).1);
     }
@@ -363,7 +389,8 @@ proptest! {
             let mut place = tensor(&device, logits);
             let mut loss = unwritten(&device, SCALAR_ELEMENTS);
             device.set_scalar(&mut loss, 0.0).unwrap();
-            device.cross_entropy(&targets, 0..rows, vocabulary, mode, &mut place, &mut loss).unwrap();
+            let rows = MatMut::new(&mut place, rows, vocabulary);
+            device.cross_entropy(&targets, 0, mode, rows, &mut loss).unwrap();
             (place, device.scalar(&loss).unwrap())
         };
         let (gradient, _) = run(&logits, LossMode::Gradient { scale });

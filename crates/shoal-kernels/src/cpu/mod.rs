@@ -94,7 +94,7 @@ fn cut(total: usize, parts: usize, unit: usize) -> impl Iterator<Item = std::ops
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{AdamW, AttentionShape, Device, LossMode, Mat, NormKind};
+    use crate::device::{AdamW, AttentionShape, Device, Guard, LossMode, Mat, MatMut, NormKind, Updated};
     use crate::random::fill_normal;
 
     /// The results of the vectorised operations, one after the other.
@@ -128,14 +128,21 @@ mod tests {
         let targets: Vec<i32> = (0..rows as i32).collect();
         let targets = Tensor::from_integers(&arena, "test", &targets).unwrap();
         let mut loss = Tensor::zeros(&arena, "test", crate::device::SCALAR_ELEMENTS).unwrap();
-        device
-            .cross_entropy(&targets, 0..rows, cols, LossMode::Gradient { scale: 1.0 }, &mut out, &mut loss)
-            .unwrap();
+        let logits = MatMut::new(&mut out, rows, cols);
+        device.cross_entropy(&targets, 0, LossMode::Gradient { scale: 1.0 }, logits, &mut loss).unwrap();
         all.extend_from_slice(out.floats());
-        let settings = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, update: 3 };
-        let (mut first, mut second) = (random(9, cols), Tensor::zeros(&arena, "test", cols).unwrap());
+        let settings = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, update: 3 };
+        let mut moments = [random(9, cols), Tensor::zeros(&arena, "test", cols).unwrap()];
         let mut parameter = random(10, cols);
-        device.adamw(&settings, None, &weight, &mut first, &mut second, &mut parameter).unwrap();
+        let guard = Guard { norm_squared: &loss, loss: &loss, scale: 1.0, clip_norm: None };
+        let updated = Updated {
+            gradient: &weight,
+            state: &mut moments,
+            parameter: &mut parameter,
+            copy: None,
+            weight_decay: 0.1,
+        };
+        device.adamw(&settings, guard, &mut [updated]).unwrap();
         all.extend_from_slice(parameter.floats());
         all
     }

@@ -139,7 +139,7 @@ mod tests {
                 assert!(plan.blocks <= SORT_BLOCKS && plan.blocks * plan.tile >= count);
                 assert_eq!(plan.tile % DIGITS, 0);
                 assert!(plan.partial + count.div_ceil(plan.length) * width <= PARTS);
-                assert!(plan.length >= PIECE_ROWS && plan.partial % 4 == 0);
+                assert!(plan.length >= PIECE_ROWS && plan.partial.is_multiple_of(4));
             }
         }
     }

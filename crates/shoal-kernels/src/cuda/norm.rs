@@ -214,7 +214,7 @@ mod tests {
                 for cols in [1, 7, 256, 257, 768, 1024, 1025, 4096, 4097, 8192, 8193, 20000, 1 << 20] {
                     let cut = Cut::new(rows, cols, element);
                     assert!(cut.blocks * cut.share >= rows && 2 * cut.blocks * cols <= PARTS);
-                    assert!(cut.threads <= BLOCK_THREADS && cut.threads % 32 == 0);
+                    assert!(cut.threads <= BLOCK_THREADS && cut.threads.is_multiple_of(32));
                     if cut.team > 0 {
                         assert!(32 * cut.team * piece(element) >= cols);
                         let teams = cut.threads / 32 / cut.team;

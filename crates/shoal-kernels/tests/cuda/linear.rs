@@ -2,7 +2,9 @@
 
 use shoal_kernels::Linear;
 
-use crate::{Case, SUM_TOLERANCE, Strided, before, compare, compare_within, read, tensor};
+use crate::{
+    Case, SUM_TOLERANCE, Strided, TOLERANCE, active, active_unwritten, before, compare_elements, read,
+};
 
 struct Shape {
     rows: usize,
@@ -24,12 +26,13 @@ fn shape(case: Case) -> Shape {
 
 #[test]
 fn linear() {
-    compare("linear", |device, case| {
+    compare_elements("linear", TOLERANCE, |device, case| {
         let Shape { rows, inputs, outputs, in_out, .. } = shape(case);
         let x = Strided::new(device, case, "x", rows, inputs, Some(&case.normal("x", rows * inputs)));
-        let weight = tensor(device, &case.normal("weight", inputs * outputs));
-        let bias = case.yes("bias").then(|| tensor(device, &case.normal("bias", outputs)));
-        let residual = case.yes("residual").then(|| tensor(device, &case.normal("residual", rows * outputs)));
+        let weight = active(device, case, &case.normal("weight", inputs * outputs));
+        let bias = case.yes("bias").then(|| active(device, case, &case.normal("bias", outputs)));
+        let residual =
+            case.yes("residual").then(|| active(device, case, &case.normal("residual", rows * outputs)));
         let mut out = Strided::new(device, case, "out", rows, outputs, None);
         let linear = Linear { weight: &weight, inputs, outputs, in_out };
         device.linear(x.mat(), linear, bias.as_ref(), residual.as_ref(), out.mat_mut()).unwrap();
@@ -38,11 +41,40 @@ fn linear() {
 }
 
 #[test]
+fn linear_gelu() {
+    compare_elements("linear_gelu", TOLERANCE, |device, case| {
+        let Shape { rows, inputs, outputs, in_out, .. } = shape(case);
+        let x = Strided::new(device, case, "x", rows, inputs, Some(&case.normal("x", rows * inputs)));
+        let weight = active(device, case, &case.normal("weight", inputs * outputs));
+        let bias = case.yes("bias").then(|| active(device, case, &case.normal("bias", outputs)));
+        let linear = Linear { weight: &weight, inputs, outputs, in_out };
+        let mut before = active_unwritten(device, case, rows * outputs);
+        let mut out = active_unwritten(device, case, rows * outputs);
+        device.linear_gelu(x.mat(), linear, bias.as_ref(), &mut before, &mut out).unwrap();
+        vec![read(device, &before), read(device, &out)]
+    });
+}
+
+#[test]
+fn linear_gelu_input_gradient() {
+    compare_elements("linear_gelu_input_gradient", TOLERANCE, |device, case| {
+        let Shape { rows, inputs, outputs, in_out, .. } = shape(case);
+        let dy = Strided::new(device, case, "dy", rows, outputs, Some(&case.normal("dy", rows * outputs)));
+        let weight = active(device, case, &case.normal("weight", inputs * outputs));
+        let before = active(device, case, &case.normal("before", rows * inputs));
+        let linear = Linear { weight: &weight, inputs, outputs, in_out };
+        let mut dx = active_unwritten(device, case, rows * inputs);
+        device.linear_gelu_input_gradient(dy.mat(), linear, &before, &mut dx).unwrap();
+        vec![read(device, &dx)]
+    });
+}
+
+#[test]
 fn linear_input_gradient() {
-    compare("linear_input_gradient", |device, case| {
+    compare_elements("linear_input_gradient", TOLERANCE, |device, case| {
         let Shape { rows, inputs, outputs, in_out, accumulate } = shape(case);
         let dy = Strided::new(device, case, "dy", rows, outputs, Some(&case.normal("dy", rows * outputs)));
-        let weight = tensor(device, &case.normal("weight", inputs * outputs));
+        let weight = active(device, case, &case.normal("weight", inputs * outputs));
         let earlier = case.normal("before", rows * inputs);
         let mut dx = Strided::new(device, case, "dx", rows, inputs, accumulate.then_some(earlier.as_slice()));
         let linear = Linear { weight: &weight, inputs, outputs, in_out };
@@ -53,7 +85,7 @@ fn linear_input_gradient() {
 
 #[test]
 fn linear_weight_gradient() {
-    compare_within("linear_weight_gradient", SUM_TOLERANCE, |device, case| {
+    compare_elements("linear_weight_gradient", SUM_TOLERANCE, |device, case| {
         let Shape { rows, inputs, outputs, in_out, accumulate } = shape(case);
         let x = Strided::new(device, case, "x", rows, inputs, Some(&case.normal("x", rows * inputs)));
         let dy = Strided::new(device, case, "dy", rows, outputs, Some(&case.normal("dy", rows * outputs)));
@@ -65,8 +97,9 @@ fn linear_weight_gradient() {
 
 #[test]
 fn bias_gradient() {
-    compare_within("bias_gradient", SUM_TOLERANCE, |device, case| {
-        let Shape { rows, outputs, accumulate, .. } = shape(case);
+    compare_elements("bias_gradient", SUM_TOLERANCE, |device, case| {
+        let Shape { rows, accumulate, .. } = shape(case);
+        let outputs = case.pick("more outputs", &[1, 8, 31, 64, 256, 257, 300, 512, 768, 1000]);
         let dy = Strided::new(device, case, "dy", rows, outputs, Some(&case.normal("dy", rows * outputs)));
         let mut gradient = before(device, case, accumulate, outputs);
         device.bias_gradient(dy.mat(), &mut gradient, accumulate).unwrap();

@@ -22,14 +22,14 @@ fn what_is_taken_returns() {
         device.zero(&mut a).unwrap();
         device.write_floats(&mut b, &mut |out| out.fill(round as f32)).unwrap();
         if round % 100 == 0 {
-            assert!(read(&device, &b).iter().all(|value| *value == round as f32));
-            assert!(read(&device, &a).iter().all(|value| *value == 0.0));
+            assert!(read(&device, &b).values.iter().all(|value| *value == round as f32));
+            assert!(read(&device, &a).values.iter().all(|value| *value == 0.0));
         }
     }
     // Larger than several chunks: written at both ends.
     let mut large = Tensor::new(device.arena(), "a test", 300 << 20 >> 2).unwrap();
     device.write_floats(&mut large, &mut |out| out.fill(2.0)).unwrap();
-    assert!(read(&device, &large).iter().all(|value| *value == 2.0));
+    assert!(read(&device, &large).values.iter().all(|value| *value == 2.0));
     drop(large);
     assert_eq!(device.arena().used(), own);
     let arena = device.arena().clone();

@@ -1,7 +1,7 @@
 //! Linear layers and their gradients, in both layouts of the weight and on strided matrices.
 
 use proptest::prelude::*;
-use shoal_kernels::{Device, Linear};
+use shoal_kernels::{Device, Linear, MatMut};
 
 use crate::common::{Margin, Matrix, NO_MARGIN, config, device, margin, normal, side, tensor, unwritten};
 use crate::number::{Number, numbers};
@@ -101,6 +101,40 @@ proptest! {
             bias + (0..inputs).map(|i| x[row * inputs + i] * weight[case.place(i, output)]).sum::<Number>()
         });
         assert_close("linear", &out[0], &expected);
+    }
+
+    /// A projection and the activation behind it, and the way back through an activation before one: each is
+    /// the two operations it is made of.
+    #[test]
+    fn linear_with_gelu(case in case(), with_bias: bool) {
+        let Case { rows, inputs, outputs, seed, .. } = case;
+        let device = device(case.threads);
+        let x = Matrix::new(&device, rows, inputs, case.input_margin, &case.x());
+        let dy = Matrix::new(&device, rows, outputs, case.output_margin, &case.dy());
+        let (weight, bias) = (tensor(&device, &case.weight()), tensor(&device, &normal(seed, "bias", outputs)));
+        let bias = with_bias.then_some(&bias);
+        let linear = Linear { weight: &weight, inputs, outputs, in_out: case.in_out };
+        let fused = twice(|| {
+            let (mut before, mut out) = (unwritten(&device, rows * outputs), unwritten(&device, rows * outputs));
+            device.linear_gelu(x.mat(), linear, bias, &mut before, &mut out).unwrap();
+            let hidden = tensor(&device, &normal(seed, "hidden", rows * inputs));
+            let mut dx = unwritten(&device, rows * inputs);
+            device.linear_gelu_input_gradient(dy.mat(), linear, &hidden, &mut dx).unwrap();
+            [before, out, dx].iter().map(|tensor| tensor.floats().to_vec()).collect()
+        });
+        let mut before = unwritten(&device, rows * outputs);
+        device.linear(x.mat(), linear, bias, None, MatMut::new(&mut before, rows, outputs)).unwrap();
+        let mut out = unwritten(&device, rows * outputs);
+        device.gelu(&before, &mut out).unwrap();
+        let mut dx = unwritten(&device, rows * inputs);
+        device.linear_input_gradient(dy.mat(), linear, MatMut::new(&mut dx, rows, inputs), false).unwrap();
+        let mut hidden = tensor(&device, &normal(seed, "hidden", rows * inputs));
+        device.gelu_backward(&mut hidden, &mut dx).unwrap();
+        for (what, found, expected) in
+            [("before", &fused[0], &before), ("out", &fused[1], &out), ("dx", &fused[2], &dx)]
+        {
+            assert_close(what, found, &numbers(expected.floats()));
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use shoal_kernels::device::SCALAR_ELEMENTS;
-use shoal_kernels::{Device, LossMode, Tensor};
+use shoal_kernels::{Device, LossMode, MatMut, Tensor};
 
 use crate::common::{config, device, normal, side, tensor, unwritten, whole};
 use crate::number::{Number, number, numbers};
@@ -14,8 +14,12 @@ proptest! {
     #[test]
     fn cross_entropy(
         (rows, vocabulary) in (side(), side()),
-        // Rows that the operation is not told of.
-        spare_rows in 0usize..3,
+        // Between two rows' logits, which a gradient makes zero.
+        apart in prop::sample::select(vec![0usize, 0, 1, 7, 16]),
+        // Whether there is as much behind the last row.
+        ends_whole: bool,
+        // Rows and targets that the operation is not told of.
+        (spare_rows, spare_targets) in (0usize..3, 0usize..3),
         spread in prop::sample::select(vec![0.1f32, 1.0, 10.0, 100.0]),
         ignored_per_ten in prop::sample::select(vec![0usize, 3, 10]),
         scale in prop::sample::select(vec![1.0f32, 0.01, -2.0]),
@@ -32,16 +36,30 @@ proptest! {
             }
         }
         let device = device(threads);
-        let held = Tensor::from_integers(device.arena(), "targets", &targets).unwrap();
+        let all: Vec<i32> = std::iter::repeat_n(vocabulary as i32 - 1, spare_targets).chain(targets.clone()).collect();
+        let held = Tensor::from_integers(device.arena(), "targets", &all).unwrap();
+        let stride = vocabulary + apart;
+        let rows_end = rows * stride - if ends_whole || spare_rows > 0 { 0 } else { apart };
         let run = |mode: LossMode| {
-            let mut place = unwritten(&device, (rows + spare_rows) * vocabulary);
-            place.floats_mut()[..logits.len()].copy_from_slice(&logits);
+            let mut place = unwritten(&device, rows_end + spare_rows * stride);
+            for (row, logits) in logits.chunks_exact(vocabulary).enumerate() {
+                place.floats_mut()[row * stride..][..vocabulary].copy_from_slice(logits);
+            }
             let mut loss = unwritten(&device, SCALAR_ELEMENTS);
             device.set_scalar(&mut loss, start).unwrap();
-            device.cross_entropy(&held, 0..rows, vocabulary, mode, &mut place, &mut loss).unwrap();
-            let (gradient, rest) = place.floats().split_at(logits.len());
+            let rows = MatMut::columns(&mut place, rows, 0, vocabulary, stride);
+            device.cross_entropy(&held, spare_targets, mode, rows, &mut loss).unwrap();
+            let (written, rest) = place.floats().split_at(rows_end);
             assert!(rest.iter().all(|value| value.is_nan()), "a row past the targets was written");
-            vec![vec![(device.scalar(&loss).unwrap() - start) as f32], gradient.to_vec()]
+            let (mut gradient, mut between) = (Vec::new(), Vec::new());
+            for row in written.chunks(stride) {
+                gradient.extend_from_slice(&row[..vocabulary]);
+                between.extend_from_slice(&row[vocabulary..]);
+            }
+            if mode != LossMode::LossOnly {
+                assert!(between.iter().all(|value| *value == 0.0), "between two rows the gradient is zero");
+            }
+            vec![vec![(device.scalar(&loss).unwrap() - start) as f32], gradient]
         };
         let results = twice(|| run(LossMode::Gradient { scale }));
         let loss_only = twice(|| run(LossMode::LossOnly).into_iter().take(1).collect());
@@ -78,8 +96,8 @@ proptest! {
             device.set_scalar(&mut loss, 0.0).unwrap();
             for rows in cuts.windows(2) {
                 let mut part = tensor(&device, &logits[rows[0] * vocabulary..rows[1] * vocabulary]);
-                let (range, mode) = (rows[0]..rows[1], LossMode::LossOnly);
-                device.cross_entropy(&targets, range, vocabulary, mode, &mut part, &mut loss).unwrap();
+                let part = MatMut::new(&mut part, rows[1] - rows[0], vocabulary);
+                device.cross_entropy(&targets, rows[0], LossMode::LossOnly, part, &mut loss).unwrap();
             }
             device.scalar(&loss).unwrap()
         };

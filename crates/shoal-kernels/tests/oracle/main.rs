@@ -73,6 +73,23 @@ proptest! {
         let mut scalar = unwritten(&device, SCALAR_ELEMENTS);
         device.set_scalar(&mut scalar, f64::from_bits(bits)).unwrap();
         prop_assert_eq!(device.scalar(&scalar).unwrap().to_bits(), bits);
+        let mut other = unwritten(&device, SCALAR_ELEMENTS);
+        device.set_scalar(&mut other, 0.25).unwrap();
+        let both: Vec<u64> =
+            device.scalars(&[&other, &scalar]).unwrap().into_iter().map(f64::to_bits).collect();
+        prop_assert_eq!(both, vec![0.25f64.to_bits(), bits]);
+    }
+
+    /// What is left of a longer tensor becomes zero.
+    #[test]
+    fn convert(elements in 0usize..500, longer in 0usize..20, threads in 1usize..=3, seed: u64) {
+        let device = device(threads);
+        let values = normal(seed, "x", elements);
+        let mut to = unwritten(&device, elements + longer);
+        device.convert(&tensor(&device, &values), &mut to).unwrap();
+        let (copy, rest) = to.floats().split_at(elements);
+        prop_assert!(same_bits(copy, &values));
+        prop_assert!(rest.iter().all(|value| value.to_bits() == 0));
     }
 
     #[test]

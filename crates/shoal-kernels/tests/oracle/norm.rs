@@ -1,4 +1,5 @@
-//! LayerNorm and RMSNorm: outputs, statistics that can be used again, and both kinds of gradient.
+//! LayerNorm and RMSNorm: outputs, statistics that can be used again, and a backward that gives all gradients
+//! and the output again.
 
 use proptest::prelude::*;
 use shoal_kernels::{Device, NormKind, Tensor};
@@ -17,7 +18,8 @@ struct Case {
     /// Added to every element of `x`: a mean that the variance must not feel.
     offset: f32,
     with_bias: bool,
-    accumulate: [bool; 2],
+    /// The gradients of weight, bias and input, each on its own.
+    accumulate: [bool; 3],
     threads: usize,
     seed: u64,
 }
@@ -30,7 +32,7 @@ prop_compose! {
         eps in prop::sample::select(vec![1e-6f32, 1e-5, 0.1]),
         offset in prop::sample::select(vec![0.0f32, 0.5, -4.0]),
         with_bias: bool,
-        accumulate: [bool; 2],
+        accumulate: [bool; 3],
         threads in 1usize..=3,
         seed: u64,
     ) -> Case {
@@ -98,21 +100,16 @@ proptest! {
     #![proptest_config(config(CASES))]
 
     #[test]
-    fn norm_and_norm_again(case in case()) {
-        let Case { kind, rows, cols, .. } = case;
+    fn norm(case in case()) {
+        let Case { rows, cols, .. } = case;
         let device = device(case.threads);
         let results = twice(|| {
             let x = Matrix::new(&device, rows, cols, case.margin, &case.x());
             let (statistics, out) = case.forward(&device, &x);
-            let bias = case.bias().map(|bias| tensor(&device, &bias));
-            let weight = tensor(&device, &case.weight());
-            let mut again = unwritten(&device, rows * cols);
-            device.norm_again(kind, x.mat(), &weight, bias.as_ref(), &statistics, &mut again).unwrap();
-            [statistics, out, again].iter().map(|tensor| tensor.floats().to_vec()).collect()
+            [statistics, out].iter().map(|tensor| tensor.floats().to_vec()).collect()
         });
-        let [statistics, out, again] = results.as_slice() else { unreachable!() };
+        let [statistics, out] = results.as_slice() else { unreachable!() };
         assert_written("statistics", statistics);
-        prop_assert!(same_bits(out, again), "norm_again differs from norm");
         let (weight, bias) = (numbers(&case.weight()), case.bias());
         let mut expected = Vec::new();
         for x in case.x().chunks_exact(cols) {
@@ -125,75 +122,64 @@ proptest! {
         assert_close("norm", out, &expected);
     }
 
+    /// Three gradients, which accumulate or not each on its own, and the output again in the place of its
+    /// gradient.
     #[test]
-    fn norm_input_gradient(case in case()) {
-        let Case { kind, rows, cols, .. } = case;
-        let accumulate = case.accumulate[0];
-        let before = normal(case.seed, "before", rows * cols);
-        let device = device(case.threads);
-        let results = twice(|| {
-            let x = Matrix::new(&device, rows, cols, case.margin, &case.x());
-            let (statistics, _) = case.forward(&device, &x);
-            let (weight, dy) = (tensor(&device, &case.weight()), tensor(&device, &case.dy()));
-            let mut dx = if accumulate { tensor(&device, &before) } else { unwritten(&device, rows * cols) };
-            device
-                .norm_input_gradient(kind, x.mat(), &weight, &statistics, &dy, &mut dx, accumulate)
-                .unwrap();
-            vec![dx.floats().to_vec()]
-        });
-        let (weight, dy) = (numbers(&case.weight()), numbers(&case.dy()));
-        let rows = case.x();
-        let rows = rows.chunks_exact(cols).zip(dy.chunks_exact(cols));
-        let mut expected: Vec<Number> = rows.flat_map(|(x, dy)| row_gradient(&case, x, &weight, dy)).collect();
-        if accumulate {
-            expected.iter_mut().zip(&before).for_each(|(sum, before)| *sum += (*before).into());
-        }
-        assert_close("norm_input_gradient", &results[0], &expected);
-    }
-
-    /// The two gradients accumulate or not each on its own.
-    #[test]
-    fn norm_parameter_gradient(case in case()) {
+    fn norm_backward(case in case()) {
         let Case { kind, rows, cols, accumulate, .. } = case;
-        let before = [normal(case.seed, "weight before", cols), normal(case.seed, "bias before", cols)];
+        let before = [("weight before", cols), ("bias before", cols), ("before", rows * cols)]
+            .map(|(name, elements)| normal(case.seed, name, elements));
         let device = device(case.threads);
         let results = twice(|| {
             let x = Matrix::new(&device, rows, cols, case.margin, &case.x());
-            let (statistics, _) = case.forward(&device, &x);
-            let dy = tensor(&device, &case.dy());
-            let start = |which: usize| {
-                if accumulate[which] { tensor(&device, &before[which]) } else { unwritten(&device, cols) }
+            let (statistics, out) = case.forward(&device, &x);
+            let bias = case.bias().map(|bias| tensor(&device, &bias));
+            let (weight, mut dy) = (tensor(&device, &case.weight()), tensor(&device, &case.dy()));
+            let start = |which: usize| match accumulate[which] {
+                true => tensor(&device, &before[which]),
+                false => unwritten(&device, before[which].len()),
             };
-            let (mut weight, mut bias) = (start(0), start(1));
-            let bias_gradient = case.with_bias.then_some(&mut bias);
+            let [mut dw, mut db, mut dx] = [0, 1, 2].map(start);
             device
-                .norm_parameter_gradient(
+                .norm_backward(
                     kind,
                     x.mat(),
+                    &weight,
+                    bias.as_ref(),
                     &statistics,
-                    &dy,
-                    &mut weight,
-                    bias_gradient,
-                    accumulate,
+                    &mut dy,
+                    (&mut dw, accumulate[0]),
+                    case.with_bias.then_some((&mut db, accumulate[1])),
+                    (&mut dx, accumulate[2]),
                 )
                 .unwrap();
-            vec![weight.floats().to_vec(), bias.floats().to_vec()]
+            [dw, db, dx, out, dy].iter().map(|tensor| tensor.floats().to_vec()).collect()
         });
-        let start = |which: usize| {
-            if accumulate[which] { numbers(&before[which]) } else { vec![Number::default(); cols] }
+        let [dw, db, dx, out, again] = results.as_slice() else { unreachable!() };
+        assert_written("the output again", again);
+        prop_assert!(same_bits(out, again), "the output made again differs from the norm's");
+
+        let start = |which: usize| match accumulate[which] {
+            true => numbers(&before[which]),
+            false => vec![Number::default(); before[which].len()],
         };
-        let (mut weight, mut bias) = (start(0), start(1));
-        let (x, dy) = (case.x(), numbers(&case.dy()));
-        for (x, dy) in x.chunks_exact(cols).zip(dy.chunks_exact(cols)) {
+        let [mut weight_sums, mut bias_sums, mut sums] = [0, 1, 2].map(start);
+        let (x, weight, dy) = (case.x(), numbers(&case.weight()), numbers(&case.dy()));
+        let lines = x.chunks_exact(cols).zip(dy.chunks_exact(cols));
+        for ((x, dy), sums) in lines.zip(sums.chunks_exact_mut(cols)) {
             let (centred, scale) = normalise(&case, x);
             for col in 0..cols {
-                weight[col] += dy[col] * centred[col] * scale;
-                bias[col] += dy[col];
+                weight_sums[col] += dy[col] * centred[col] * scale;
+                bias_sums[col] += dy[col];
+            }
+            for (sum, slope) in sums.iter_mut().zip(row_gradient(&case, x, &weight, dy)) {
+                *sum += slope;
             }
         }
-        assert_close("the weight's gradient", &results[0], &weight);
+        assert_close("the weight's gradient", dw, &weight_sums);
         if case.with_bias {
-            assert_close("the bias's gradient", &results[1], &bias);
+            assert_close("the bias's gradient", db, &bias_sums);
         }
+        assert_close("the input's gradient", dx, &sums);
     }
 }
