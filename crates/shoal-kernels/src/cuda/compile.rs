@@ -10,7 +10,7 @@ use crate::device::{DeviceError, Result};
 use crate::random::key_of;
 
 /// The kernels, as one program; `common.cu` comes first.
-const SOURCES: [&str; 7] = [
+const SOURCES: [&str; 8] = [
     include_str!("kernels/common.cu"),
     include_str!("kernels/elementwise.cu"),
     include_str!("kernels/norm.cu"),
@@ -18,6 +18,7 @@ const SOURCES: [&str; 7] = [
     include_str!("kernels/loss.cu"),
     include_str!("kernels/optimizer.cu"),
     include_str!("kernels/attention.cu"),
+    include_str!("kernels/flash.cu"),
 ];
 
 /// Machine code (or PTX) for a GPU, ready for the driver.

@@ -10,6 +10,7 @@ use cudarc::driver::{result, sys};
 
 use super::compile::Image;
 use super::context::{Context, failed};
+use super::flash;
 use crate::device::{DropoutSite, Result};
 use crate::tensor::Tensor;
 
@@ -165,7 +166,7 @@ impl Kernels {
             loaded => loaded?,
         };
         let mut kernels = Kernels { context: context.clone(), module, functions: HashMap::new() };
-        for name in KERNELS {
+        for name in KERNELS.iter().chain(flash::names()) {
             let device = context.name();
             let refused = |call| move |error| failed(device, call, error);
             let symbol = CString::new(*name).expect("a kernel's name has no zero byte");

@@ -7,6 +7,7 @@
 //! - [`launch`]: kernels by name.
 //! - [`matrix`]: products by cuBLAS, in plain fp32.
 //! - [`reduce`], [`attention`]: operations of more than one kernel; the others stand in [`operations`].
+//! - [`flash`]: attention on tensor cores, for elements of two bytes.
 //!
 //! Operations return when they are queued; reading a number waits. Sums are made in an order that depends
 //! on shapes alone, so the same operation gives the same bits every time.
@@ -14,6 +15,8 @@
 mod attention;
 mod compile;
 mod context;
+#[cfg_attr(not(test), expect(dead_code))] // no operation asks for it yet
+mod flash;
 mod launch;
 mod linear;
 mod matrix;
