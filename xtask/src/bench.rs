@@ -7,8 +7,11 @@ use std::process::{Command, Stdio};
 use crate::{cargo, root};
 
 /// (gpt2:width,layers,heads,vocabulary; sequence; batch)
-const SHAPES: [(&str, &str, &str); 3] =
-    [("gpt2:768,12,12,50257", "256", "4"), ("gpt2:512,8,8,8192", "256", "8"), ("gpt2:384,6,6,256", "256", "16")];
+const SHAPES: [(&str, &str, &str); 3] = [
+    ("gpt2:768,12,12,50257", "256", "4"),
+    ("gpt2:512,8,8,8192", "256", "8"),
+    ("gpt2:384,6,6,256", "256", "16"),
+];
 
 /// A Python that has PyTorch.
 fn python() -> Option<String> {

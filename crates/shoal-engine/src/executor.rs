@@ -39,7 +39,13 @@ pub struct StepInput<'a> {
 
 impl<'a> StepInput<'a> {
     /// A training step in which nothing was ever skipped.
-    pub fn train(step: u64, seed: u64, lr: f64, optimizer: &'a OptimizerSettings, batch: &'a dyn Batch) -> Self {
+    pub fn train(
+        step: u64,
+        seed: u64,
+        lr: f64,
+        optimizer: &'a OptimizerSettings,
+        batch: &'a dyn Batch,
+    ) -> Self {
         StepInput { step, seed, lr, optimizer: Some(optimizer), updates: step, loss_scale: 1.0, batch }
     }
 
@@ -142,7 +148,8 @@ impl Executor {
             rest = match instruction.op {
                 Op::Update { .. } => {
                     // Updates that stand together reach the device together: most tensors are small.
-                    let together = rest.iter().take_while(|next| matches!(next.op, Op::Update { .. })).count();
+                    let together =
+                        rest.iter().take_while(|next| matches!(next.op, Op::Update { .. })).count();
                     let (updates, others) = rest.split_at(together);
                     self.update(&mut step, updates)?;
                     others

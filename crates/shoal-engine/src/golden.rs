@@ -282,7 +282,8 @@ impl Bench<'_> {
     fn executor(&self, sequence: usize, train: bool) -> Result<Executor> {
         let device = self.device.clone();
         let optimizer = train.then_some(self.optimizer);
-        let mut state = ModelState::allocate(&*device, self.chain, sequence, self.settings.precision, optimizer)?;
+        let mut state =
+            ModelState::allocate(&*device, self.chain, sequence, self.settings.precision, optimizer)?;
         import(self.folder, &*device, self.chain, &mut state)?;
         Executor::new(device, self.chain.clone(), sequence, state)
     }

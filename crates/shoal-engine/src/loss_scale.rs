@@ -38,8 +38,7 @@ impl LossScale {
     /// Takes note of a step.
     pub fn after(&mut self, skipped: bool) {
         if skipped {
-            *self =
-                LossScale { scale: (self.scale / 2.0).max(LEAST), calm: 0, skipped: self.skipped + 1 };
+            *self = LossScale { scale: (self.scale / 2.0).max(LEAST), calm: 0, skipped: self.skipped + 1 };
             return;
         }
         self.calm += 1;

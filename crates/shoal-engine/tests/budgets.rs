@@ -29,7 +29,12 @@ struct RandomTokens {
 }
 
 impl Batch for RandomTokens {
-    fn read(&self, samples: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result<(), EngineError> {
+    fn read(
+        &self,
+        samples: Range<usize>,
+        tokens: &mut [i32],
+        targets: &mut [i32],
+    ) -> Result<(), EngineError> {
         let token = |place: usize| (mix64(place as u64) % self.vocabulary as u64) as i32;
         let first = samples.start * tokens.len();
         for (index, (input, target)) in tokens.iter_mut().zip(targets).enumerate() {
@@ -57,7 +62,9 @@ impl Case {
         let mlp = self.pick(5, &[8, 33, 128, 256]);
         let positions = 128;
         let mut config = match self.pick(6, &[0, 1, 2]) {
-            0 => DecoderConfig { mlp_width: mlp, ..presets::gpt2(vocabulary, width, layers, heads, positions) },
+            0 => {
+                DecoderConfig { mlp_width: mlp, ..presets::gpt2(vocabulary, width, layers, heads, positions) }
+            }
             1 => {
                 let tied = self.pick(7, &[true, false]);
                 presets::llama(vocabulary, width, layers, heads, kv_heads, mlp, positions, 1e4, tied)
@@ -136,8 +143,7 @@ fn run_case(
     let label = format!("case {:#x}: {config:?}, {step:?}", case.0);
     // From hardly anything to plenty, beside what the device needs for itself.
     let budget_bytes = workspace_bytes + (20_000.0 * 1.6f64.powi((fold(case.0, 12) % 20) as i32)) as u64;
-    let offer =
-        DeviceOffer { name: "test".into(), budget_bytes, workspace_bytes, rows_enough: 1 << 15 };
+    let offer = DeviceOffer { name: "test".into(), budget_bytes, workspace_bytes, rows_enough: 1 << 15 };
     let wanted = Preferences {
         activations: case.pick(13, &[None, None, Some(Activations::Recompute)]),
         layer_first: case.pick(14, &[true, false]),

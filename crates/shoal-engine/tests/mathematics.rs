@@ -90,7 +90,9 @@ impl Case {
         let arena = Arena::poisoned("cpu:0", BUDGET_BYTES).unwrap();
         let device: Arc<dyn Device> = Arc::new(CpuDevice::with_arena(arena, self.threads).unwrap());
         let chain = self.chain();
-        let mut state = ModelState::allocate(&*device, &chain, self.sequence, Precision::Fp32, Some(&optimizer())).unwrap();
+        let mut state =
+            ModelState::allocate(&*device, &chain, self.sequence, Precision::Fp32, Some(&optimizer()))
+                .unwrap();
         state
             .fill(&*device, &chain, |spec, out| {
                 init::fill(spec, 3, 0, out);

@@ -120,7 +120,14 @@ fn block(spec: &BlockSpec, rows: usize, precision: Precision) -> Footprint {
         Activation::SwiGlu => 2 * mlp,
     };
     let kept_activation = if spec.keeps_activation(precision) { mlp } else { 0 };
-    let saved = boundary + statistics + qkv + attention + logsumexp + boundary + statistics + pre_activations
+    let saved = boundary
+        + statistics
+        + qkv
+        + attention
+        + logsumexp
+        + boundary
+        + statistics
+        + pre_activations
         + kept_activation;
 
     // The norm's output is where the block's output ends up, so it counts once.

@@ -260,7 +260,11 @@ pub(crate) fn backward(
 
 impl Block<'_> {
     /// The projections of the normed rows, and, if wanted, their activation.
-    fn project_up(&self, normed: &Tensor, activate: bool) -> Result<(Option<Tensor>, Tensor, Option<Tensor>)> {
+    fn project_up(
+        &self,
+        normed: &Tensor,
+        activate: bool,
+    ) -> Result<(Option<Tensor>, Tensor, Option<Tensor>)> {
         let (device, mlp) = (self.call.device, self.spec.mlp_width);
         let input = self.width_rows(normed);
         let project = |weight: Slot, bias: Slot, out: &mut Tensor| {
@@ -312,7 +316,12 @@ impl Block<'_> {
         for (index, (gradient, (weight, _))) in projections.iter().enumerate() {
             let linear = self.linear(*weight, spec.width, spec.mlp_width);
             let target = MatMut::new(scratch, rows, spec.width);
-            device.linear_input_gradient(Mat::new(gradient, rows, spec.mlp_width), linear, target, index > 0)?;
+            device.linear_input_gradient(
+                Mat::new(gradient, rows, spec.mlp_width),
+                linear,
+                target,
+                index > 0,
+            )?;
         }
         let (norm, input) = (self.mlp_norm, self.width_rows(middle));
         norm.backward(device, self.parameters, gradients, input, statistics, scratch, (dy, true))?;

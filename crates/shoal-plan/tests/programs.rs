@@ -181,7 +181,8 @@ fn two_additions_into_one_gradient_keep_their_order() {
 fn recomputing_and_smaller_micro_batches_take_less_memory() {
     let chain = Chain::new(&presets::preset("gpt2-mini").unwrap());
     let total = |micro_batch, activations, layer_first| {
-        let step = StepShape { global_batch: 8, sequence: 128, precision: Precision::Fp32, optimizer_states: 2 };
+        let step =
+            StepShape { global_batch: 8, sequence: 128, precision: Precision::Fp32, optimizer_states: 2 };
         let plan = table(&chain, step, &offer(1 << 40), micro_batch, activations, layer_first);
         forecast(&compile(&plan, &chain, Purpose::Train).unwrap(), &plan, &chain).values
     };

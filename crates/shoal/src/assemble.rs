@@ -185,7 +185,11 @@ impl LocalDevice {
             Some(facts) => facts.computes(element(*precision)),
             None => !precision.is_half(),
         };
-        Precision::ALL.iter().filter(|precision| computes(precision)).map(|precision| precision.name()).collect()
+        Precision::ALL
+            .iter()
+            .filter(|precision| computes(precision))
+            .map(|precision| precision.name())
+            .collect()
     }
 }
 

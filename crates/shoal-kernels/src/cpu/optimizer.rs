@@ -71,7 +71,8 @@ impl CpuDevice {
         let (beta1, beta2, eps) = (s.beta1, s.beta2, s.eps);
         let chunk = self.element_chunk(elements).min(1 << 16);
         let moments = first.floats_mut().par_chunks_mut(chunk).zip(second.floats_mut().par_chunks_mut(chunk));
-        let values = parameter.floats_mut().par_chunks_mut(chunk).zip(gradient.floats()[..elements].par_chunks(chunk));
+        let values =
+            parameter.floats_mut().par_chunks_mut(chunk).zip(gradient.floats()[..elements].par_chunks(chunk));
         values.zip(moments).for_each(|((parameter, gradient), (first, second))| {
             self.arch.dispatch(
                 #[inline(always)]

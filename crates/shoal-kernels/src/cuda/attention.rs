@@ -1,5 +1,5 @@
-//! Attention: cuDNN's kernels where they serve and the work is worth planning for, else our own: which of
-//! them suits the head's size and the device's shared memory. All lay `logsumexp` out as [samples, heads,
+//! Attention: cuDNN's kernels where they serve and the work is worth planning for, else ours on tensor cores,
+//! else plain ones: which of these suits the head's size and the device's shared memory. All lay `logsumexp` out as [samples, heads,
 //! sequence], so that a backward need not be of the same kind as its forward.
 
 use super::cudnn::Cudnn;
@@ -145,6 +145,9 @@ impl CudaDevice {
             let run = || unsafe { cudnn.forward(element, &shape, true, qkv, out, logsumexp, workspace) };
             return self.context.timed(|| "attention by cuDNN".into(), run);
         }
+        if self.flash_serves(element, &shape) {
+            return self.flash_forward(true, shape, dropout, qkv, out, logsumexp);
+        }
         self.attend_plainly(shape, dropout, qkv, out, logsumexp)
     }
 
@@ -156,14 +159,15 @@ impl CudaDevice {
         out: &mut Tensor,
         logsumexp: &mut Tensor,
     ) -> Result {
+        let element = qkv.element();
         let room = |kernel: &&Forward| {
-            kernel.size_max >= shape.head_size
+            (element == Element::F32 || kernel.size_max == SIZE_MAX)
+                && kernel.size_max >= shape.head_size
                 && shared_bytes(kernel.tile, shape.head_size, 2, 1) <= self.facts.shared_bytes
         };
         let kernel = FORWARD.iter().find(room).expect("some tile fits every GPU's shared memory");
         let shared = shared_bytes(kernel.tile, shape.head_size, 2, 1);
         let grid = grid(&shape, shape.heads, kernel.tile, shared);
-        let element = qkv.element();
         let (shape, site) = (ShapeParameter::from(shape), DropoutParameter::from(dropout));
         let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
         let mut parameters =
@@ -199,21 +203,24 @@ impl CudaDevice {
             let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
             let (dy, dx, workspace) = (out_gradient.at(0), qkv_gradient.at(0), scratch.at(0));
             // SAFETY: the lengths are asserted.
-            let run = || unsafe {
-                cudnn.backward(element, &shape, true, qkv, out, logsumexp, dy, dx, workspace)
-            };
+            let run =
+                || unsafe { cudnn.backward(element, &shape, true, qkv, out, logsumexp, dy, dx, workspace) };
             return self.context.timed(|| "attention backward by cuDNN".into(), run);
         }
-        self.attend_backward_plainly(
-            shape,
-            dropout,
-            qkv,
-            out,
-            logsumexp,
-            out_gradient,
-            scratch,
-            qkv_gradient,
-        )
+        if self.flash_serves(element, &shape) {
+            return self.flash_backward(
+                true,
+                shape,
+                dropout,
+                qkv,
+                out,
+                logsumexp,
+                out_gradient,
+                scratch,
+                qkv_gradient,
+            );
+        }
+        self.attend_backward_plainly(shape, dropout, qkv, out, logsumexp, out_gradient, scratch, qkv_gradient)
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -228,8 +235,10 @@ impl CudaDevice {
         delta: &mut Tensor,
         qkv_gradient: &mut Tensor,
     ) -> Result {
+        let element = qkv.element();
         let room = |kernel: &&Backward| {
-            kernel.size_max >= shape.head_size
+            (element == Element::F32 || kernel.size_max == SIZE_MAX)
+                && kernel.size_max >= shape.head_size
                 && shared_bytes(kernel.tile, shape.head_size, 4, 2) <= self.facts.shared_bytes
         };
         let kernel = BACKWARD.iter().find(room).unwrap_or_else(|| {
@@ -239,7 +248,6 @@ impl CudaDevice {
         let by_row = Grid::warps(shape.rows() * shape.heads);
         let by_query = grid(&shape, shape.heads, kernel.tile, shared);
         let by_key = grid(&shape, shape.kv_heads, kernel.tile, shared);
-        let element = qkv.element();
         let (shape, site) = (ShapeParameter::from(shape), DropoutParameter::from(dropout));
         let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
         let (out_gradient, delta, qkv_gradient) = (out_gradient.at(0), delta.at(0), qkv_gradient.at(0));

@@ -9,49 +9,65 @@ use cudarc::nvrtc::{result, sys};
 use crate::device::{DeviceError, Result};
 use crate::random::key_of;
 
-/// The kernels, as one program; `common.cu` comes first.
-const SOURCES: [&str; 7] = [
-    include_str!("kernels/common.cu"),
-    include_str!("kernels/elementwise.cu"),
-    include_str!("kernels/norm.cu"),
-    include_str!("kernels/embedding.cu"),
-    include_str!("kernels/loss.cu"),
-    include_str!("kernels/optimizer.cu"),
-    include_str!("kernels/attention.cu"),
+/// What every unit starts with.
+const COMMON: &str = include_str!("kernels/common.cu");
+
+/// The kernels: a name, what is defined, and the source. Units are compiled side by side and loaded as modules of their own, because the first start
+/// on a kind of GPU waits for the compiler.
+const UNITS: [(&str, &str, &str); 8] = [
+    ("elementwise", "", include_str!("kernels/elementwise.cu")),
+    ("norm", "", include_str!("kernels/norm.cu")),
+    ("embedding", "", include_str!("kernels/embedding.cu")),
+    ("loss", "", include_str!("kernels/loss.cu")),
+    ("optimizer", "", include_str!("kernels/optimizer.cu")),
+    ("attention", "", include_str!("kernels/attention.cu")),
+    ("flash-bf16", "#define FLASH_OF_BF16\n", include_str!("kernels/flash.cu")),
+    ("flash-f16", "", include_str!("kernels/flash.cu")),
 ];
 
-/// Machine code (or PTX) for a GPU, ready for the driver.
+/// Machine code (or PTX) of one unit for a GPU, ready for the driver.
 pub(super) struct Image {
     pub(super) bytes: Vec<u8>,
     /// Where it is kept.
     path: Option<PathBuf>,
     /// It came from the disk.
     pub(super) cached: bool,
+    source: String,
+    target: String,
 }
 
 impl Image {
-    /// The kernels for a compute capability.
-    pub(super) fn get(capability: (i32, i32)) -> Result<Image> {
-        Image::build(capability, true)
-    }
-
-    /// Compiled anew: what the disk held does not load.
-    pub(super) fn fresh(capability: (i32, i32)) -> Result<Image> {
-        Image::build(capability, false)
-    }
-
-    fn build(capability: (i32, i32), from_disk: bool) -> Result<Image> {
+    /// The kernels for a compute capability, unit by unit.
+    pub(super) fn all(capability: (i32, i32)) -> Result<Vec<Image>> {
         let compiler = Compiler::find()?;
         let target = compiler.target(capability)?;
-        let source = SOURCES.concat();
         let (major, minor) = compiler.version;
-        let name = format!("kernels-{target}-nvrtc{major}.{minor}-{:016x}", key_of(&source));
-        let path = cache_folder().map(|folder| folder.join(name));
-        let kept = path.as_ref().filter(|_| from_disk).and_then(|path| std::fs::read(path).ok());
-        if let Some(bytes) = kept.filter(|bytes| !bytes.is_empty()) {
-            return Ok(Image { bytes, path, cached: true });
-        }
-        let image = Image { bytes: compile(&source, &target)?, path, cached: false };
+        let images = UNITS.map(|(unit, defined, source)| {
+            let source = [defined, COMMON, source].concat();
+            let name = format!("{unit}-{target}-nvrtc{major}.{minor}-{:016x}", key_of(&source));
+            let path = cache_folder().map(|folder| folder.join(name));
+            let kept = path.as_ref().and_then(|path| std::fs::read(path).ok());
+            let bytes = kept.filter(|bytes| !bytes.is_empty());
+            let cached = bytes.is_some();
+            Image { bytes: bytes.unwrap_or_default(), path, cached, source, target: target.clone() }
+        });
+        let images = std::thread::scope(|scope| {
+            let builds =
+                images.map(|image| scope.spawn(move || if image.cached { Ok(image) } else { image.fresh() }));
+            builds.map(|build| build.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        });
+        images.into_iter().collect()
+    }
+
+    /// Compiled anew, and kept.
+    pub(super) fn fresh(&self) -> Result<Image> {
+        let image = Image {
+            bytes: compile(&self.source, &self.target)?,
+            path: self.path.clone(),
+            cached: false,
+            source: self.source.clone(),
+            target: self.target.clone(),
+        };
         image.keep();
         Ok(image)
     }
@@ -183,12 +199,16 @@ mod tests {
             eprintln!("skipped: no NVRTC on this machine");
             return;
         };
-        let source = SOURCES.concat();
         for capability in [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0)] {
             match compiler.target(capability) {
                 Ok(target) if target.starts_with("sm_") => {
-                    let bytes = compile(&source, &target).unwrap_or_else(|error| panic!("{error}"));
-                    eprintln!("{target}: {} bytes of machine code", bytes.len());
+                    for (unit, defined, source) in UNITS {
+                        let started = std::time::Instant::now();
+                        let bytes = compile(&[defined, COMMON, source].concat(), &target)
+                            .unwrap_or_else(|error| panic!("{unit}: {error}"));
+                        let (size, time) = (bytes.len(), started.elapsed());
+                        eprintln!("{target}, {unit}: {size} bytes of machine code in {time:.1?}");
+                    }
                 }
                 _ => eprintln!("{capability:?}: not known to NVRTC {:?}", compiler.version),
             }

@@ -6,10 +6,11 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::{DriverError, result, sys};
 
 use super::compile::Image;
 use super::context::{Context, failed};
+use super::flash;
 use crate::device::{DropoutSite, Result};
 use crate::tensor::{Element, Tensor};
 
@@ -38,18 +39,22 @@ const TYPED: &[&str] = &[
     "position_gradient",
     "cross_entropy",
     "prefill",
-    "attention_64_64",
-    "attention_32_128",
     "attention_16_256",
     "attention_delta",
+    "query_gradient_16_256",
+    "key_value_gradient_16_256",
+];
+
+/// Kernels for f32 alone: others serve elements of two bytes there.
+const FLOATS: &[&str] = &[
+    "attention_64_64",
+    "attention_32_128",
     "query_gradient_32_64",
     "query_gradient_32_128",
     "query_gradient_16_128",
-    "query_gradient_16_256",
     "key_value_gradient_32_64",
     "key_value_gradient_32_128",
     "key_value_gradient_16_128",
-    "key_value_gradient_16_256",
 ];
 
 /// Kernels that there are once.
@@ -72,7 +77,7 @@ const ELEMENTS: [(Element, &str); 3] =
 
 /// Whether a kernel may ask for more shared memory than every kernel gets.
 fn takes_much_shared(name: &str) -> bool {
-    ["attention_", "query_gradient_", "key_value_gradient_", "cross_entropy"]
+    ["attention_", "query_gradient_", "key_value_gradient_", "flash_", "cross_entropy"]
         .iter()
         .any(|start| name.starts_with(start))
 }
@@ -182,7 +187,7 @@ impl Grid {
 /// The kernels, loaded on one device.
 pub(super) struct Kernels {
     context: Arc<Context>,
-    module: sys::CUmodule,
+    modules: Vec<sys::CUmodule>,
     functions: HashMap<(&'static str, Option<Element>), sys::CUfunction>,
 }
 
@@ -204,14 +209,21 @@ impl Kernels {
             unsafe { result::module::load_data(image.bytes.as_ptr().cast()) }
                 .map_err(|error| failed(context.name(), "cuModuleLoadData", error))
         };
-        let image = Image::get(capability)?;
-        let module = match load(&image) {
-            Err(_) if image.cached => load(&Image::fresh(capability)?)?,
-            loaded => loaded?,
-        };
-        let mut kernels = Kernels { context: context.clone(), module, functions: HashMap::new() };
-        for name in KERNELS {
+        // From the first module on, dropping unloads what is there.
+        let mut kernels =
+            Kernels { context: context.clone(), modules: Vec::new(), functions: HashMap::new() };
+        for image in Image::all(capability)? {
+            let module = match load(&image) {
+                Err(_) if image.cached => load(&image.fresh()?)?,
+                loaded => loaded?,
+            };
+            kernels.modules.push(module);
+        }
+        for name in KERNELS.iter().chain(flash::names()) {
             kernels.find(name, None, (*name).into(), shared_bytes)?;
+        }
+        for name in FLOATS {
+            kernels.find(name, Some(Element::F32), format!("{name}_f32"), shared_bytes)?;
         }
         for (name, (element, suffix)) in TYPED.iter().flat_map(|name| ELEMENTS.map(|of| (name, of))) {
             kernels.find(name, Some(element), format!("{name}_{suffix}"), shared_bytes)?;
@@ -231,9 +243,17 @@ impl Kernels {
         let device = self.context.name();
         let refused = |call| move |error| failed(device, call, error);
         let symbol = CString::new(symbol).expect("a kernel's name has no zero byte");
-        // SAFETY: the module is loaded.
-        let function = unsafe { result::module::get_function(self.module, symbol) }
-            .map_err(refused("cuModuleGetFunction"))?;
+        let look_up = |module: &sys::CUmodule| {
+            // SAFETY: the module is loaded.
+            unsafe { result::module::get_function(*module, symbol.clone()) }
+        };
+        let found = self
+            .modules
+            .iter()
+            .map(look_up)
+            .find(|found| !matches!(found, Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NOT_FOUND));
+        let missing = || Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_FOUND));
+        let function = found.unwrap_or_else(missing).map_err(refused("cuModuleGetFunction"))?;
         if takes_much_shared(name) {
             let fixed = Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
             let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -320,8 +340,10 @@ impl Kernels {
 impl Drop for Kernels {
     fn drop(&mut self) {
         let _ = self.context.wait();
-        // SAFETY: loaded in `load`; no kernel of it runs any more.
-        let _ = unsafe { result::module::unload(self.module) };
+        for module in &self.modules {
+            // SAFETY: loaded in `load`; no kernel of it runs any more.
+            let _ = unsafe { result::module::unload(*module) };
+        }
     }
 }
 

@@ -6,7 +6,7 @@
 //! - [`compile`]: the kernels' source to machine code, kept on disk.
 //! - [`launch`]: kernels by name.
 //! - [`matrix`]: products by cuBLASLt, with what follows them.
-//! - [`attention`]: which kernels attend: [`cudnn`]'s where they serve, or our own.
+//! - [`attention`]: which kernels attend: [`cudnn`]'s, those of [`flash`] on tensor cores, or plain ones.
 //! - [`norm`], [`reduce`], [`embedding`], [`optimizer`]: operations of more than one kernel; the others stand
 //!   in [`operations`].
 //! - [`landing`]: where scalars are read.
@@ -21,6 +21,7 @@ mod compile;
 mod context;
 mod cudnn;
 mod embedding;
+mod flash;
 mod landing;
 mod launch;
 mod linear;
@@ -117,8 +118,13 @@ impl CudaDevice {
         let kernels = Kernels::load(context.clone(), facts.capability, facts.shared_bytes)?;
         let blas = Blas::new(context.clone())?;
         let cudnn = Cudnn::open(context.clone())?;
-        let libraries =
-            Libraries { facts, kernels: kernels.into(), blas: blas.into(), cudnn: cudnn.map(Arc::new), context };
+        let libraries = Libraries {
+            facts,
+            kernels: kernels.into(),
+            blas: blas.into(),
+            cudnn: cudnn.map(Arc::new),
+            context,
+        };
         CudaDevice::over(libraries, name, budget)
     }
 

@@ -108,7 +108,12 @@ struct Ours {
 }
 
 impl Ours {
-    fn new(config: &DecoderConfig, options: &Options, precision: Precision, device: &LocalDevice) -> Result<Ours> {
+    fn new(
+        config: &DecoderConfig,
+        options: &Options,
+        precision: Precision,
+        device: &LocalDevice,
+    ) -> Result<Ours> {
         let chain = Chain::new(config);
         let (optimizer, sequence) = (optimizer(), options.sequence);
         let shape = StepShape {
@@ -209,7 +214,10 @@ fn model(name: &str) -> Result<DecoderConfig> {
     let unknown = || {
         CliError::said(
             format!("\"{name}\" is not a model"),
-            format!("the presets are {}; or write gpt2:WIDTH,LAYERS,HEADS,VOCABULARY", presets::NAMES.join(", ")),
+            format!(
+                "the presets are {}; or write gpt2:WIDTH,LAYERS,HEADS,VOCABULARY",
+                presets::NAMES.join(", ")
+            ),
         )
     };
     let Some(shape) = name.strip_prefix("gpt2:") else { return presets::preset(name).ok_or_else(unknown) };
@@ -236,10 +244,8 @@ pub fn run(options: Options) -> Result {
         ));
     }
     config.positions = config.positions.min(options.sequence);
-    let precision = Precision::ALL
-        .into_iter()
-        .find(|known| known.name() == options.precision)
-        .ok_or_else(|| {
+    let precision =
+        Precision::ALL.into_iter().find(|known| known.name() == options.precision).ok_or_else(|| {
             CliError::said(
                 format!("\"{}\" is not a precision", options.precision),
                 "the precisions are fp32, tf32, bf16 and fp16",
@@ -367,7 +373,11 @@ impl Measured {
         );
         let row = |name: &str, rate: f64, memory: String| {
             let (ms, flops) = (1e3 * self.tokens_per_step / rate, rate * self.flops_per_token);
-            println!("{name:<10} {:>10} tok/s {ms:>10.1} ms {:>14}  {memory}", short(rate), flops_text(flops));
+            println!(
+                "{name:<10} {:>10} tok/s {ms:>10.1} ms {:>14}  {memory}",
+                short(rate),
+                flops_text(flops)
+            );
         };
         let beside = match self.driver {
             Some(bytes) => format!("the driver counts {}", bytes_text(bytes)),

@@ -198,7 +198,8 @@ pub fn train(
     if !quiet {
         eprintln!("{}", banner(job, &chain, &device, &data.train, &planned, peak, resumed));
     }
-    let executor = assemble::executor(job, &chain, device.open(job.precision)?, &job.optimizer, checkpoint.is_none())?;
+    let executor =
+        assemble::executor(job, &chain, device.open(job.precision)?, &job.optimizer, checkpoint.is_none())?;
     // Only now: a model that cannot be read must not bind the folder to the job that named it.
     identity.claim(&job.run_folder)?;
     let settings = RunSettings {

@@ -376,7 +376,8 @@ pub(super) struct Plan {
     filled: Option<(usize, usize, u32)>,
     scratch_bytes: usize,
     library_bytes: usize,
-    /// The heuristic and the rank in its answer.
+    /// The heuristic and the rank in its answer: what tests print.
+    #[cfg_attr(not(test), expect(dead_code))]
     choice: String,
     /// What the plan was made of.
     _kept: Vec<Descriptor>,

@@ -74,11 +74,7 @@ fn hopper_has_engines() {
         Err(refusal) => return eprintln!("skipped: cuDNN cannot work without a GPU here: {refusal}"),
     };
     let newer = VERSION_OF_OPEN_TILES + 1;
-    let graphs = [
-        (Pass::Forward, newer),
-        (Pass::Backward, newer),
-        (Pass::Backward, VERSION_OF_OPEN_TILES),
-    ];
+    let graphs = [(Pass::Forward, newer), (Pass::Backward, newer), (Pass::Backward, VERSION_OF_OPEN_TILES)];
     let mut refused = 0;
     for (pass, version) in graphs {
         for (causal, kv_heads, head_size) in [(true, 4, 64), (false, 2, 128), (true, 2, 80)] {
@@ -349,7 +345,8 @@ fn examine(gpu: &CudaDevice, cudnn: &Cudnn, problem: Problem) -> Verdict {
     };
     let qkv = normal("qkv", shape.rows() * shape.qkv_width());
     let out_gradient = normal("out gradient", shape.rows() * shape.query_width());
-    let exact = |bits: &[u16]| bits.iter().map(|bits| f64::from(problem.element.decode(*bits))).collect::<Vec<_>>();
+    let exact =
+        |bits: &[u16]| bits.iter().map(|bits| f64::from(problem.element.decode(*bits))).collect::<Vec<_>>();
     let expected = reference(&problem, &exact(&qkv), &exact(&out_gradient));
     match run(gpu, cudnn, problem, &qkv, &out_gradient) {
         Err(reason) => Verdict::Refused(reason),

@@ -315,34 +315,39 @@ __device__ void attend_key_value_gradient(const Attention &shape, const Dropout 
 TYPED(attention_delta, (Attention shape, const T *out, const T *out_gradient, float *delta),
       (shape, out, out_gradient, delta))
 
-#define FORWARD(TILE, WIDTH) \
+#define FORWARD(TILE, WIDTH, WHICH) \
     template <typename T> \
     __device__ void attention_##TILE##_##WIDTH(const Attention &shape, const Dropout &site, const T *qkv, T *out, \
                                                float *logsumexp) { \
         attend<TILE, WIDTH>(shape, site, qkv, out, logsumexp); \
     } \
-    TYPED(attention_##TILE##_##WIDTH, \
+    WHICH(attention_##TILE##_##WIDTH, \
           (Attention shape, Dropout site, const T *qkv, T *out, float *logsumexp), \
           (shape, site, qkv, out, logsumexp))
 
-#define GRADIENT(NAME, TILE, WIDTH) \
+#define GRADIENT(NAME, TILE, WIDTH, WHICH) \
     template <typename T> \
     __device__ void NAME##_##TILE##_##WIDTH(const Attention &shape, const Dropout &site, const T *qkv, \
                                             const float *logsumexp, const T *out_gradient, const float *delta, \
                                             T *qkv_gradient) { \
         attend_##NAME<TILE, WIDTH>(shape, site, qkv, logsumexp, out_gradient, delta, qkv_gradient); \
     } \
-    TYPED(NAME##_##TILE##_##WIDTH, \
+    WHICH(NAME##_##TILE##_##WIDTH, \
           (Attention shape, Dropout site, const T *qkv, const float *logsumexp, const T *out_gradient, \
            const float *delta, T *qkv_gradient), \
           (shape, site, qkv, logsumexp, out_gradient, delta, qkv_gradient))
 
-#define BACKWARD(TILE, WIDTH) GRADIENT(query_gradient, TILE, WIDTH) GRADIENT(key_value_gradient, TILE, WIDTH)
+#define BACKWARD(TILE, WIDTH, WHICH) \
+    GRADIENT(query_gradient, TILE, WIDTH, WHICH) \
+    GRADIENT(key_value_gradient, TILE, WIDTH, WHICH)
 
-FORWARD(64, 64)
-FORWARD(32, 128)
-FORWARD(16, 256)
-BACKWARD(32, 64)
-BACKWARD(32, 128)
-BACKWARD(16, 128)
-BACKWARD(16, 256)
+// Elements of two bytes have faster kernels for all but the widest heads.
+#define FLOATS(NAME, PARAMETERS, ARGUMENTS) INSTANCE(NAME, f32, __launch_bounds__(THREADS), PARAMETERS, ARGUMENTS)
+
+FORWARD(64, 64, FLOATS)
+FORWARD(32, 128, FLOATS)
+FORWARD(16, 256, TYPED)
+BACKWARD(32, 64, FLOATS)
+BACKWARD(32, 128, FLOATS)
+BACKWARD(16, 128, FLOATS)
+BACKWARD(16, 256, TYPED)

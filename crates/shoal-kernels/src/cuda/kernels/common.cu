@@ -297,3 +297,6 @@ __device__ __forceinline__ float warp_sum(float value) {
     for (int apart = 16; apart > 0; apart /= 2) value += __shfl_xor_sync(ALL_LANES, value, apart);
     return value;
 }
+
+// Loads that a thread keeps in flight where it walks far.
+#define LOADS 8

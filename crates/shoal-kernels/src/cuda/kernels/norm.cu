@@ -301,7 +301,6 @@ BOUNDED(norm_backward_wide, __launch_bounds__(1024), (NormBackward<T> of), (of))
 // A block of STRIP x STRIP_LINES threads sums STRIP pieces' columns; loads of LOADS rows are in flight.
 #define STRIP 32
 #define STRIP_LINES 8
-#define LOADS 8
 
 // Row `blockIdx.y` of `out` gets the column sums of the rows of that chunk.
 template <typename T>

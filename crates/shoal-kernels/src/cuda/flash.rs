@@ -1,0 +1,777 @@
+//! Attention on tensor cores, for elements of two bytes: causal or not, grouped queries, dropout. It needs
+//! no library but those every kernel needs, and serves where cuDNN is missing or lacks what is asked. Which
+//! kernels suit depends on the head's size and on the shared memory of the GPU.
+//!
+//! `logsumexp` and `delta` are f32 and lie as [samples, heads, sequence].
+
+use super::CudaDevice;
+use super::context::GpuFacts;
+use super::launch::{DropoutParameter, Grid, Parameter, THREADS, parameter};
+use crate::device::{AttentionShape, DropoutSite, Result};
+use crate::tensor::{Element, Tensor};
+
+/// The widest head the kernels' registers hold.
+const SIZE_MAX: usize = 128;
+/// Positions are 32-bit in the kernels, and a tile may reach past the last.
+const SEQUENCE_MAX: usize = 1 << 30;
+/// Elements of a joint row: a tile's rows are reached by 32-bit offsets.
+const ROW_MAX: usize = 1 << 23;
+/// Blocks along the second and third side of a grid.
+const GRID_SIDE_MAX: usize = 65_535;
+
+/// `flash::Shape` of flash.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ShapeParameter {
+    sequence: i32,
+    heads: i32,
+    kv_heads: i32,
+    size: i32,
+    scale: f32,
+    causal: i32,
+    vectors: i32,
+}
+
+// SAFETY: struct flash::Shape.
+unsafe impl Parameter for ShapeParameter {}
+
+impl ShapeParameter {
+    /// Rows that all `tensors` hold can be copied 16 bytes at a time where each begins on such a multiple.
+    fn new(causal: bool, shape: &AttentionShape, tensors: &[&Tensor]) -> ShapeParameter {
+        let whole = |tensor: &&Tensor| (tensor.address() as usize).is_multiple_of(16);
+        let vectors = shape.head_size.is_multiple_of(8) && tensors.iter().all(whole);
+        ShapeParameter {
+            sequence: shape.sequence as i32,
+            heads: shape.heads as i32,
+            kv_heads: shape.kv_heads as i32,
+            size: shape.head_size as i32,
+            scale: shape.scale,
+            causal: causal.into(),
+            vectors: vectors.into(),
+        }
+    }
+}
+
+/// A kernel for heads of up to `width`, as flash.cu instantiates it.
+struct Kernel {
+    width: usize,
+    warps: usize,
+    /// Rows of one warp: of queries, or of keys where keys and values get their gradients.
+    warp_rows: usize,
+    /// Rows of the tiles that pass by.
+    streamed: usize,
+    names: [&'static str; 2],
+}
+
+macro_rules! names {
+    ($kind:literal, $tail:literal) => {
+        [concat!("flash_", $kind, "_bf16", $tail), concat!("flash_", $kind, "_f16", $tail)]
+    };
+}
+
+macro_rules! kernel {
+    ($width:literal, $warps:literal x $rows:literal, $streamed:literal, $kind:literal, $tail:literal) => {
+        Kernel {
+            width: $width,
+            warps: $warps,
+            warp_rows: $rows,
+            streamed: $streamed,
+            names: names!($kind, $tail),
+        }
+    };
+}
+
+// Of kernels for the same width, the faster comes first; the narrow ones fit GPUs with less shared memory.
+
+static FORWARD: [Kernel; 3] = [
+    kernel!(64, 4 x 32, 64, "attention", "_64"),
+    kernel!(96, 4 x 32, 64, "attention", "_96"),
+    kernel!(128, 4 x 32, 64, "attention", "_128"),
+];
+
+static QUERY: [Kernel; 5] = [
+    kernel!(64, 4 x 32, 64, "query_gradient", "_64"),
+    kernel!(96, 8 x 16, 64, "query_gradient", "_96"),
+    kernel!(96, 4 x 16, 32, "query_gradient", "_96_narrow"),
+    kernel!(128, 8 x 16, 64, "query_gradient", "_128"),
+    kernel!(128, 4 x 16, 32, "query_gradient", "_128_narrow"),
+];
+
+static KEY_VALUE: [Kernel; 5] = [
+    kernel!(64, 4 x 32, 32, "key_value_gradient", "_64"),
+    kernel!(96, 8 x 16, 64, "key_value_gradient", "_96"),
+    kernel!(96, 4 x 16, 32, "key_value_gradient", "_96_narrow"),
+    kernel!(128, 8 x 16, 64, "key_value_gradient", "_128"),
+    kernel!(128, 4 x 16, 32, "key_value_gradient", "_128_narrow"),
+];
+
+static DELTA: [&str; 2] = names!("delta", "");
+
+/// Lanes that make one row's delta together.
+const DELTA_LANES: usize = 8;
+
+/// All kernels of flash.cu.
+pub(super) fn names() -> impl Iterator<Item = &'static &'static str> {
+    FORWARD.iter().chain(&QUERY).chain(&KEY_VALUE).flat_map(|kernel| &kernel.names).chain(&DELTA)
+}
+
+/// Tiles in flight: FLASH_STAGES of flash.cu.
+fn stages(facts: &GpuFacts) -> usize {
+    if facts.capability >= (8, 0) { 2 } else { 1 }
+}
+
+/// Shared bytes a block may take. flash.cu leaves out kernels that no GPU of an architecture is given,
+/// counting on 64 KB before 8.0 and on at least 99 KB from there on.
+fn room(facts: &GpuFacts) -> Option<usize> {
+    let shared_bytes = facts.shared_bytes;
+    if facts.capability < (8, 0) {
+        return Some(shared_bytes.min(64 << 10));
+    }
+    (shared_bytes >= 99 << 10).then_some(shared_bytes)
+}
+
+fn forward_bytes(kernel: &Kernel, _: usize) -> usize {
+    2 * kernel.width * (kernel.rows() + 2 * kernel.streamed)
+}
+
+fn query_bytes(kernel: &Kernel, stages: usize) -> usize {
+    4 * kernel.width * (kernel.rows() + stages * kernel.streamed)
+}
+
+/// With three numbers for each query that passes by.
+fn key_value_bytes(kernel: &Kernel, stages: usize) -> usize {
+    query_bytes(kernel, stages) + 12 * stages * kernel.streamed
+}
+
+/// A kernel that fits, and its bytes of shared memory.
+type Fit = (&'static Kernel, usize);
+
+/// The first kernel that takes the head and fits the GPU.
+fn find(
+    kernels: &'static [Kernel],
+    bytes: fn(&Kernel, usize) -> usize,
+    facts: &GpuFacts,
+    head_size: usize,
+) -> Option<Fit> {
+    let room = room(facts)?;
+    let fits = |(kernel, bytes): &Fit| kernel.width >= head_size && *bytes <= room;
+    kernels.iter().map(|kernel| (kernel, bytes(kernel, stages(facts)))).find(fits)
+}
+
+/// Forward, queries' gradient, keys' and values' gradient.
+fn find_all(facts: &GpuFacts, head_size: usize) -> Option<[Fit; 3]> {
+    Some([
+        find(&FORWARD, forward_bytes, facts, head_size)?,
+        find(&QUERY, query_bytes, facts, head_size)?,
+        find(&KEY_VALUE, key_value_bytes, facts, head_size)?,
+    ])
+}
+
+fn serves(facts: &GpuFacts, element: Element, shape: &AttentionShape) -> bool {
+    let instructions = match element {
+        Element::F32 => false,
+        Element::Bf16 => facts.capability >= (8, 0),
+        Element::F16 => facts.capability >= (7, 5),
+    };
+    instructions
+        && (1..=SIZE_MAX).contains(&shape.head_size)
+        && shape.sequence <= SEQUENCE_MAX
+        && shape.qkv_width() <= ROW_MAX
+        && shape.heads.max(shape.samples) <= GRID_SIDE_MAX
+        // The highest score is looked for before it is scaled.
+        && shape.scale > 0.0
+        && shape.scale.is_finite()
+        && find_all(facts, shape.head_size).is_some()
+}
+
+impl Kernel {
+    /// Rows of a block.
+    fn rows(&self) -> usize {
+        self.warps * self.warp_rows
+    }
+
+    fn grid(&self, shape: &AttentionShape, heads: usize, shared_bytes: usize) -> Grid {
+        let blocks = [shape.sequence.div_ceil(self.rows()), heads, shape.samples];
+        Grid { blocks, threads: [32 * self.warps, 1], shared_bytes }
+    }
+}
+
+fn of_element(names: &[&'static str; 2], element: Element) -> &'static str {
+    match element {
+        Element::Bf16 => names[0],
+        Element::F16 => names[1],
+        Element::F32 => unreachable!("refused by assert_serves"),
+    }
+}
+
+impl CudaDevice {
+    /// Whether these kernels serve this element, head size and GPU.
+    pub(super) fn flash_serves(&self, element: Element, shape: &AttentionShape) -> bool {
+        serves(&self.facts, element, shape)
+    }
+
+    fn assert_serves(&self, shape: &AttentionShape, tensors: &[&Tensor], numbers: &[&Tensor]) -> Element {
+        let element = tensors[0].element();
+        assert!(shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads));
+        assert!(self.flash_serves(element, shape), "{element:?} {shape:?}: ask flash_serves first");
+        assert!(tensors.iter().all(|tensor| tensor.element() == element));
+        for tensor in numbers {
+            assert_eq!(tensor.element(), Element::F32);
+            assert!(tensor.len() >= shape.rows() * shape.heads);
+        }
+        element
+    }
+
+    pub(super) fn flash_forward(
+        &self,
+        causal: bool,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        qkv: &Tensor,
+        out: &mut Tensor,
+        logsumexp: &mut Tensor,
+    ) -> Result {
+        let element = self.assert_serves(&shape, &[qkv, out], &[logsumexp]);
+        assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
+        assert_eq!(out.len(), shape.rows() * shape.query_width());
+        let [(kernel, shared), ..] = find_all(&self.facts, shape.head_size).expect("it serves");
+        let numbers = ShapeParameter::new(causal, &shape, &[qkv, out]);
+        let site = DropoutParameter::from(dropout);
+        let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
+        let mut parameters =
+            [parameter(&numbers), parameter(&site), parameter(&qkv), parameter(&out), parameter(&logsumexp)];
+        let grid = kernel.grid(&shape, shape.heads, shared);
+        // SAFETY: the lengths are asserted against the shape, which bounds what the kernel touches.
+        unsafe { self.kernels.launch(of_element(&kernel.names, element), grid, &mut parameters) }
+    }
+
+    /// Gradients of queries, keys and values; `delta` is scratch of the size of `logsumexp` or
+    /// more.
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn flash_backward(
+        &self,
+        causal: bool,
+        shape: AttentionShape,
+        dropout: Option<DropoutSite>,
+        qkv: &Tensor,
+        out: &Tensor,
+        logsumexp: &Tensor,
+        out_gradient: &Tensor,
+        delta: &mut Tensor,
+        qkv_gradient: &mut Tensor,
+    ) -> Result {
+        let tensors = [qkv, out, out_gradient, &*qkv_gradient];
+        let element = self.assert_serves(&shape, &tensors, &[logsumexp, delta]);
+        assert_eq!((qkv.len(), qkv_gradient.len()), (shape.rows() * shape.qkv_width(), qkv.len()));
+        assert_eq!((out.len(), out_gradient.len()), (shape.rows() * shape.query_width(), out.len()));
+        let [_, (query, query_shared), (key_value, key_value_shared)] =
+            find_all(&self.facts, shape.head_size).expect("it serves");
+        let numbers = ShapeParameter::new(causal, &shape, &tensors);
+        let site = DropoutParameter::from(dropout);
+        let units = shape.rows() * shape.heads;
+        let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
+        let (out_gradient, delta, qkv_gradient) = (out_gradient.at(0), delta.at(0), qkv_gradient.at(0));
+        let mut first = [
+            parameter(&numbers),
+            parameter(&units),
+            parameter(&out),
+            parameter(&out_gradient),
+            parameter(&delta),
+        ];
+        let mut parameters = [
+            parameter(&numbers),
+            parameter(&site),
+            parameter(&qkv),
+            parameter(&logsumexp),
+            parameter(&out_gradient),
+            parameter(&delta),
+            parameter(&qkv_gradient),
+        ];
+        let by_row = Grid::blocks((DELTA_LANES * units).div_ceil(THREADS));
+        let by_query = query.grid(&shape, shape.heads, query_shared);
+        let by_key = key_value.grid(&shape, shape.kv_heads, key_value_shared);
+        // SAFETY: as in `flash_forward`. The kernels write different columns of the gradient, all of them.
+        unsafe {
+            self.kernels.launch(of_element(&DELTA, element), by_row, &mut first)?;
+            self.kernels.launch(of_element(&query.names, element), by_query, &mut parameters)?;
+            self.kernels.launch(of_element(&key_value.names, element), by_key, &mut parameters)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::OnceLock;
+    use std::time::Instant;
+
+    use super::*;
+    use crate::cpu::CpuDevice;
+    use crate::device::Device;
+    use crate::random::{fill_normal, fold, key_of, mix32};
+
+    const BUDGET_BYTES: u64 = 8 << 30;
+
+    fn gpu() -> Option<&'static CudaDevice> {
+        static GPU: OnceLock<Option<CudaDevice>> = OnceLock::new();
+        let open = || CudaDevice::new("cuda:0", 0, BUDGET_BYTES).unwrap_or_else(|error| panic!("{error}"));
+        // A GPU that is there must open.
+        let gpu = GPU.get_or_init(|| CudaDevice::count().is_ok_and(|count| count > 0).then(open));
+        if gpu.is_none() {
+            eprintln!("skipped: no GPU on this machine");
+        }
+        gpu.as_ref()
+    }
+
+    fn to_bits(element: Element, value: f32) -> u16 {
+        match element {
+            Element::Bf16 => {
+                let bits = value.to_bits();
+                ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
+            }
+            Element::F16 => {
+                let sign = (value.to_bits() >> 16 & 0x8000) as u16;
+                // In units of the last place: those of subnormal numbers are the smallest there are.
+                let exponent = value.abs().log2().floor().clamp(-14.0, 16.0) as i32;
+                let units = (value.abs() * (10.0 - exponent as f32).exp2()).round_ties_even() as u16;
+                assert!(exponent < 16, "{value} is no half");
+                sign | ((((exponent + 14) as u16) << 10) + units)
+            }
+            Element::F32 => unreachable!("elements of two bytes"),
+        }
+    }
+
+    fn to_value(element: Element, bits: u16) -> f64 {
+        let exponent = i32::from(bits >> 10 & 31);
+        match element {
+            Element::Bf16 => f64::from(f32::from_bits(u32::from(bits) << 16)),
+            Element::F16 if exponent == 31 => f64::NAN,
+            Element::F16 => {
+                let sign = if bits >> 15 == 1 { -1.0 } else { 1.0 };
+                let units = i32::from(bits & 1023) + if exponent > 0 { 1024 } else { 0 };
+                sign * f64::from(units) * f64::from(exponent.max(1) - 25).exp2()
+            }
+            Element::F32 => unreachable!("elements of two bytes"),
+        }
+    }
+
+    #[test]
+    fn halves_come_back_as_they_went() {
+        for bits in 0..=u16::MAX {
+            for element in [Element::Bf16, Element::F16] {
+                let value = to_value(element, bits);
+                if value.is_finite() {
+                    assert_eq!(to_bits(element, value as f32), bits, "{element:?} {value}");
+                }
+            }
+        }
+        // Halfway between two halves, the even one.
+        assert_eq!((to_bits(Element::F16, 2049.0), to_bits(Element::F16, 2051.0)), (0x6800, 0x6802));
+    }
+
+    /// Random halves of deviation 1.
+    fn halves(element: Element, key: u64, elements: usize) -> Vec<u16> {
+        let mut values = vec![0.0; elements];
+        fill_normal(&mut values, key, 0, 1.0);
+        values.into_iter().map(|value| to_bits(element, value)).collect()
+    }
+
+    fn upload(gpu: &CudaDevice, element: Element, bits: &[u16]) -> Tensor {
+        let tensor = Tensor::of(gpu.arena(), "a test", element, bits.len()).unwrap();
+        // SAFETY: the tensor is that long.
+        unsafe { gpu.context.copy_in(tensor.at(0).0, bits) }.unwrap();
+        tensor
+    }
+
+    /// A tensor that nothing has written: all NaN, whichever the half.
+    fn unwritten(gpu: &CudaDevice, element: Element, elements: usize) -> Tensor {
+        upload(gpu, element, &vec![0x7fff; elements])
+    }
+
+    fn unwritten_numbers(gpu: &CudaDevice, elements: usize) -> Tensor {
+        let mut tensor = Tensor::new(gpu.arena(), "a test", elements).unwrap();
+        gpu.write_floats(&mut tensor, &mut |out| out.fill(f32::NAN)).unwrap();
+        tensor
+    }
+
+    fn download(gpu: &CudaDevice, tensor: &Tensor) -> Vec<u16> {
+        let mut bits = vec![0; tensor.len()];
+        // SAFETY: the tensor is that long.
+        unsafe { gpu.context.copy_out(&mut bits, tensor.at(0).0) }.unwrap();
+        bits
+    }
+
+    /// One shape with its inputs.
+    struct Case {
+        element: Element,
+        causal: bool,
+        shape: AttentionShape,
+        site: Option<DropoutSite>,
+        qkv: Vec<u16>,
+        out_gradient: Vec<u16>,
+    }
+
+    impl Case {
+        fn random(key: u64, element: Element) -> Case {
+            let number = |name: &str| fold(key, key_of(name));
+            let pick = |name: &str, from: &[usize]| from[(number(name) % from.len() as u64) as usize];
+            let kv_heads = pick("kv_heads", &[1, 2, 3]);
+            // 20 is no whole number of 16-byte chunks.
+            let head_size = pick("head_size", &[64, 64, 80, 96, 128, 128, 40, 20]);
+            let shape = AttentionShape {
+                samples: pick("samples", &[1, 2]),
+                sequence: pick("sequence", &[1, 2, 17, 31, 63, 64, 65, 127, 128, 130, 193, 257, 300]),
+                heads: kv_heads * pick("group", &[1, 2, 4]),
+                kv_heads,
+                head_size,
+                scale: [0.5f32, 1.0, 2.0][(number("sharpness") % 3) as usize] / (head_size as f32).sqrt(),
+            };
+            let site = (number("dropout") & 1 == 1).then(|| DropoutSite {
+                rate: 0.2,
+                key: number("key"),
+                first_sample: number("first") % 100,
+            });
+            Case {
+                element,
+                causal: number("causal") % 4 > 0,
+                shape,
+                site,
+                qkv: halves(element, number("qkv"), shape.rows() * shape.qkv_width()),
+                out_gradient: halves(element, number("dout"), shape.rows() * shape.query_width()),
+            }
+        }
+
+        /// Output, gradient and logarithms of sums from the GPU.
+        fn run(&self, gpu: &CudaDevice) -> (Vec<u16>, Vec<u16>, Vec<f32>) {
+            let (element, causal, shape, site) = (self.element, self.causal, self.shape, self.site);
+            assert!(gpu.flash_serves(element, &shape));
+            let qkv = upload(gpu, element, &self.qkv);
+            let out_gradient = upload(gpu, element, &self.out_gradient);
+            let mut out = unwritten(gpu, element, out_gradient.len());
+            let mut gradient = unwritten(gpu, element, qkv.len());
+            let mut logsumexp = unwritten_numbers(gpu, shape.rows() * shape.heads);
+            let mut delta = unwritten_numbers(gpu, logsumexp.len());
+            gpu.flash_forward(causal, shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
+            gpu.flash_backward(
+                causal,
+                shape,
+                site,
+                &qkv,
+                &out,
+                &logsumexp,
+                &out_gradient,
+                &mut delta,
+                &mut gradient,
+            )
+            .unwrap();
+            let numbers = gpu.host_floats(&logsumexp).unwrap().into_owned();
+            (download(gpu, &out), download(gpu, &gradient), numbers)
+        }
+
+        /// The same in f64, by the definition.
+        fn reference(&self) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
+            let AttentionShape { samples, sequence, heads, kv_heads, head_size: size, scale } = self.shape;
+            let (width, out_width, scale) =
+                (self.shape.qkv_width(), self.shape.query_width(), f64::from(scale));
+            let values = |bits: &[u16]| -> Vec<f64> {
+                bits.iter().map(|bits| to_value(self.element, *bits)).collect()
+            };
+            let (qkv, out_gradient) = (values(&self.qkv), values(&self.out_gradient));
+            let mut out = vec![0.0; out_gradient.len()];
+            let mut gradient = vec![0.0; qkv.len()];
+            let mut logsumexp = vec![0.0; samples * heads * sequence];
+            let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+            let add = |to: &mut [f64], factor: f64, from: &[f64]| {
+                to.iter_mut().zip(from).for_each(|(to, from)| *to += factor * from);
+            };
+            let units = (0..samples).flat_map(|sample| {
+                (0..heads).flat_map(move |head| (0..sequence).map(move |query| (sample, head, query)))
+            });
+            for (unit, (sample, head, query)) in units.enumerate() {
+                let kv_head = head / (heads / kv_heads);
+                let start = |row: usize, column: usize| (sample * sequence + row) * width + column * size;
+                let key_at = |key| start(key, heads + kv_head)..start(key, heads + kv_head) + size;
+                let value_at = |key| {
+                    start(key, heads + kv_heads + kv_head)..start(key, heads + kv_heads + kv_head) + size
+                };
+                let query_at = start(query, head)..start(query, head) + size;
+                let out_start = (sample * sequence + query) * out_width + head * size;
+                let out_at = out_start..out_start + size;
+                let slopes_out = &out_gradient[out_at.clone()];
+                let keys = if self.causal { query + 1 } else { sequence };
+                let scores: Vec<f64> =
+                    (0..keys).map(|key| scale * dot(&qkv[query_at.clone()], &qkv[key_at(key)])).collect();
+                let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let total: f64 = scores.iter().map(|score| (score - highest).exp()).sum();
+                logsumexp[unit] = highest + total.ln();
+                let weights: Vec<f64> = scores.iter().map(|score| (score - logsumexp[unit]).exp()).collect();
+                let factors: Vec<f64> =
+                    (0..keys).map(|key| self.factor(sample, head * sequence + query, key)).collect();
+                for key in 0..keys {
+                    add(&mut out[out_at.clone()], weights[key] * factors[key], &qkv[value_at(key)]);
+                }
+                let delta = dot(&out[out_at], slopes_out);
+                for key in 0..keys {
+                    let product = dot(slopes_out, &qkv[value_at(key)]);
+                    let slope = weights[key] * (factors[key] * product - delta) * scale;
+                    add(&mut gradient[value_at(key)], weights[key] * factors[key], slopes_out);
+                    add(&mut gradient[key_at(key)], slope, &qkv[query_at.clone()]);
+                    add(&mut gradient[query_at.clone()], slope, &qkv[key_at(key)]);
+                }
+            }
+            (out, gradient, logsumexp)
+        }
+
+        /// What dropout makes of a weight: the same on every device.
+        fn factor(&self, sample: usize, row: usize, key: usize) -> f64 {
+            let Some(site) = self.site else { return 1.0 };
+            let mask = fold(fold(site.key, site.first_sample + sample as u64), row as u64) as u32;
+            let hash = mix32((key as u32).wrapping_mul(0x9e37_79b9).wrapping_add(mask));
+            let kept = f64::from(hash) >= (f64::from(site.rate) * 4_294_967_296.0).floor();
+            if kept { 1.0 / (1.0 - f64::from(site.rate)) } else { 0.0 }
+        }
+
+        fn name(&self) -> String {
+            let AttentionShape { samples, sequence, heads, kv_heads, head_size, .. } = self.shape;
+            let causal = if self.causal { "causal" } else { "full" };
+            let dropout = if self.site.is_some() { "dropout" } else { "all kept" };
+            format!(
+                "{:?} {samples} x {heads}/{kv_heads} x {sequence} x {head_size} {causal}, {dropout}",
+                self.element
+            )
+        }
+
+        /// What is off beyond the half's own rounding, in words.
+        fn check(&self, gpu: &CudaDevice) -> Vec<String> {
+            let (out, gradient, logsumexp) = self.run(gpu);
+            let (expected_out, expected_gradient, expected_logsumexp) = self.reference();
+            let values = |bits: &[u16]| -> Vec<f64> {
+                bits.iter().map(|bits| to_value(self.element, *bits)).collect()
+            };
+            let shape = &self.shape;
+            let (width, size) = (shape.qkv_width(), shape.head_size);
+            let columns = |from: &[f64], first: usize, heads: usize| -> Vec<f64> {
+                from.chunks(width)
+                    .flat_map(|row| &row[first * size..(first + heads) * size])
+                    .copied()
+                    .collect()
+            };
+            let gradient = values(&gradient);
+            let mut parts = vec![("out", values(&out), expected_out)];
+            for (what, first, heads) in [
+                ("dq", 0, shape.heads),
+                ("dk", shape.heads, shape.kv_heads),
+                ("dv", shape.heads + shape.kv_heads, shape.kv_heads),
+            ] {
+                let expected = columns(&expected_gradient, first, heads);
+                parts.push((what, columns(&gradient, first, heads), expected));
+            }
+            let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+            let tolerance = if self.element == Element::Bf16 { 1e-2 } else { 3e-3 };
+            let mut wrong = Vec::new();
+            for (what, found, expected) in parts {
+                let error = norm(&mut found.iter().zip(&expected).map(|(a, b)| a - b));
+                // The weight of an only key does not move: what is found is the rounding of `out`, which has
+                // elements of order 1.
+                let alone = shape.sequence == 1 && (what == "dq" || what == "dk");
+                let size =
+                    if alone { (found.len() as f64).sqrt() } else { norm(&mut expected.iter().copied()) };
+                if error.is_nan() || error > tolerance * size {
+                    wrong.push(format!("{what} {:.1e}", error / size));
+                }
+            }
+            let apart = |(a, b): (&f32, &f64)| (f64::from(*a) - b).abs();
+            let error = logsumexp.iter().zip(&expected_logsumexp).map(apart).fold(0.0, |a, b| {
+                // NaN stays.
+                if b <= a { a } else { b }
+            });
+            if error.is_nan() || error > 1e-2 {
+                wrong.push(format!("logsumexp {error:.1e}"));
+            }
+            wrong.into_iter().map(|wrong| format!("{}: {wrong}", self.name())).collect()
+        }
+    }
+
+    /// The definition above against the CPU's attention, whose masks are the same.
+    #[test]
+    fn the_definition_agrees_with_the_cpu() {
+        let cpu = CpuDevice::new("cpu", 2, 1 << 30).unwrap();
+        for seed in 0..12 {
+            let case = Case { causal: true, ..Case::random(fold(key_of("cpu"), seed), Element::F16) };
+            let (shape, site) = (case.shape, case.site);
+            let tensor = |bits: &[u16]| {
+                let values: Vec<f32> = bits.iter().map(|bits| to_value(case.element, *bits) as f32).collect();
+                Tensor::from_floats(cpu.arena(), "a test", &values).unwrap()
+            };
+            let (qkv, out_gradient) = (tensor(&case.qkv), tensor(&case.out_gradient));
+            let zeros = |elements| Tensor::zeros(cpu.arena(), "a test", elements).unwrap();
+            let (mut out, mut gradient) = (zeros(out_gradient.len()), zeros(qkv.len()));
+            let (mut logsumexp, mut delta) =
+                (zeros(shape.rows() * shape.heads), zeros(shape.rows() * shape.heads));
+            cpu.attention(shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
+            cpu.attention_backward(
+                shape,
+                site,
+                &qkv,
+                &out,
+                &logsumexp,
+                &out_gradient,
+                &mut delta,
+                &mut gradient,
+            )
+            .unwrap();
+            let (expected_out, expected_gradient, expected_logsumexp) = case.reference();
+            // There the heads of a row lie together.
+            let by_row: Vec<f64> = (0..shape.rows() * shape.heads)
+                .map(|unit| {
+                    let (row, head) = (unit / shape.heads, unit % shape.heads);
+                    let (sample, query) = (row / shape.sequence, row % shape.sequence);
+                    expected_logsumexp[(sample * shape.heads + head) * shape.sequence + query]
+                })
+                .collect();
+            for (found, expected) in
+                [(&out, expected_out), (&gradient, expected_gradient), (&logsumexp, by_row)]
+            {
+                for (found, expected) in found.floats().iter().zip(&expected) {
+                    let error = (f64::from(*found) - expected).abs();
+                    assert!(error < 1e-4 * expected.abs().max(1.0), "{}: {found}, {expected}", case.name());
+                }
+            }
+        }
+    }
+
+    /// The elements this GPU has instructions for.
+    fn served(gpu: &CudaDevice) -> Vec<Element> {
+        let shape =
+            AttentionShape { samples: 1, sequence: 1, heads: 1, kv_heads: 1, head_size: 64, scale: 1.0 };
+        [Element::Bf16, Element::F16]
+            .into_iter()
+            .filter(|element| gpu.flash_serves(*element, &shape))
+            .collect()
+    }
+
+    #[test]
+    fn flash_attention_agrees_with_the_definition() {
+        let Some(gpu) = gpu() else { return };
+        let mut wrong = Vec::new();
+        let cases = 80;
+        for element in served(gpu) {
+            for case in 0..cases {
+                wrong.extend(Case::random(fold(key_of("flash"), case), element).check(gpu));
+            }
+            eprintln!("{element:?}: {cases} cases");
+        }
+        assert!(wrong.is_empty(), "{} are off:\n{}", wrong.len(), wrong.join("\n"));
+    }
+
+    #[test]
+    fn flash_attention_gives_the_same_bits_again() {
+        let Some(gpu) = gpu() else { return };
+        let mut wrong = Vec::new();
+        for element in served(gpu) {
+            for case in 0..20 {
+                let case = Case::random(fold(key_of("again"), case), element);
+                let (out, gradient, logsumexp) = case.run(gpu);
+                let again = case.run(gpu);
+                let bits = |values: &[f32]| -> Vec<u32> { values.iter().map(|x| x.to_bits()).collect() };
+                if (&out, &gradient, bits(&logsumexp)) != (&again.0, &again.1, bits(&again.2)) {
+                    wrong.push(case.name());
+                }
+            }
+        }
+        assert!(wrong.is_empty(), "two runs differ:\n{}", wrong.join("\n"));
+    }
+
+    /// Which kernels the kinds of GPU get: by capability and shared bytes of a block.
+    #[test]
+    fn every_gpu_since_turing_has_tiles_that_fit() {
+        for (capability, shared_bytes) in
+            [((7, 5), 64 << 10), ((8, 0), 163 << 10), ((8, 6), 99 << 10), ((9, 0), 227 << 10)]
+        {
+            let (model, multiprocessors, memory_bytes) = (String::new(), 1, 0);
+            let facts = GpuFacts { model, capability, multiprocessors, memory_bytes, shared_bytes };
+            for head_size in [1, 64, 80, 96, 128] {
+                let fits = find_all(&facts, head_size).expect("tiles that fit");
+                // Neither what flash.cu leaves out, nor a width beyond the next.
+                for (kernel, _) in &fits[1..] {
+                    let narrow = kernel.names[0].ends_with("narrow");
+                    assert!(kernel.width == 64 || narrow == (capability < (8, 0)) || kernel.width == 128);
+                    assert!(narrow || kernel.width == 64 || capability >= (8, 0));
+                    assert!(kernel.width == head_size.max(64).next_multiple_of(32));
+                }
+                let said: Vec<String> =
+                    fits.iter().map(|(kernel, bytes)| format!("{} {bytes}", kernel.names[1])).collect();
+                eprintln!("sm_{}{}, heads of {head_size}: {}", capability.0, capability.1, said.join(", "));
+            }
+            assert!(find_all(&facts, 129).is_none());
+        }
+    }
+
+    /// Milliseconds of one call.
+    fn measure(gpu: &CudaDevice, mut call: impl FnMut()) -> f64 {
+        let calls = 20;
+        for _ in 0..3 {
+            call();
+        }
+        gpu.wait().unwrap();
+        let start = Instant::now();
+        for _ in 0..calls {
+            call();
+        }
+        gpu.wait().unwrap();
+        1e3 * start.elapsed().as_secs_f64() / f64::from(calls)
+    }
+
+    #[test]
+    #[ignore = "prints times, judges nothing"]
+    fn report_flash_rates() {
+        let Some(gpu) = gpu() else { return };
+        let element = Element::Bf16;
+        for (samples, heads, kv_heads, sequence, head_size, rate) in [
+            (32, 12, 12, 1024, 64, 0.0),
+            (8, 25, 25, 1024, 64, 0.0),
+            (8, 32, 8, 1024, 64, 0.0),
+            (4, 32, 8, 2048, 128, 0.0),
+            (32, 12, 12, 1024, 64, 0.1),
+        ] {
+            let scale = (head_size as f32).powf(-0.5);
+            let shape = AttentionShape { samples, sequence, heads, kv_heads, head_size, scale };
+            if !gpu.flash_serves(element, &shape) {
+                eprintln!("skipped: {element:?} is not served here");
+                return;
+            }
+            let site = (rate > 0.0).then_some(DropoutSite { rate, key: 1, first_sample: 0 });
+            let qkv = upload(gpu, element, &halves(element, 2, shape.rows() * shape.qkv_width()));
+            let out_gradient = upload(gpu, element, &halves(element, 3, shape.rows() * shape.query_width()));
+            let mut out = unwritten(gpu, element, out_gradient.len());
+            let mut gradient = unwritten(gpu, element, qkv.len());
+            let mut logsumexp = unwritten_numbers(gpu, shape.rows() * heads);
+            let mut delta = unwritten_numbers(gpu, logsumexp.len());
+            let forward = measure(gpu, || {
+                gpu.flash_forward(true, shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
+            });
+            let backward = measure(gpu, || {
+                gpu.flash_backward(
+                    true,
+                    shape,
+                    site,
+                    &qkv,
+                    &out,
+                    &logsumexp,
+                    &out_gradient,
+                    &mut delta,
+                    &mut gradient,
+                )
+                .unwrap();
+            });
+            // Two products forward and five backward, of which a causal mask leaves half.
+            let flops = (samples * heads * sequence * sequence * head_size) as f64;
+            let rate_of = |products: f64, ms: f64| products * flops / ms / 1e9;
+            eprintln!(
+                "{samples} x {heads}/{kv_heads} x {sequence} x {head_size}, dropout {rate}: forward {forward:.3} ms ({:.0} TFLOP/s), backward {backward:.3} ms ({:.0} TFLOP/s), together {:.3} ms",
+                rate_of(2.0, forward),
+                rate_of(5.0, backward),
+                forward + backward
+            );
+        }
+    }
+}
