@@ -166,8 +166,9 @@ template <typename T> struct NormBackward {
 // Columns of a row of which a block has several at a time, at most: norm.rs counts on it.
 #define SHARED_COLS 1024
 
-// Sums over teams of `warps` neighbouring warps from `first` on, warps in order; the whole block calls. Calls alternate between
-// two places: one barrier is enough to keep a warp that is ahead from writing where another still reads.
+// Sums over teams of `warps` neighbouring warps from `first` on, warps in order; the whole block calls. Calls
+// alternate between two places: one barrier is enough to keep a warp that is ahead from writing where another
+// still reads.
 __device__ __forceinline__ void team_sums(float &a, float &b, int first, int warps, int turn) {
     __shared__ float parts[2][2][32];
     a = warp_sum(a), b = warp_sum(b);
