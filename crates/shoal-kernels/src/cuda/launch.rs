@@ -257,14 +257,16 @@ impl Kernels {
         if takes_much_shared(name) {
             let fixed = Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
             let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let share = Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
             // SAFETY: the function was found just now.
             let fixed_bytes = unsafe { result::function::get_function_attribute(function, fixed) }
                 .map_err(refused("cuFuncGetAttribute"))?;
-            // SAFETY: as above.
-            unsafe {
-                result::function::set_function_attribute(function, most, shared_bytes as i32 - fixed_bytes)
+            // As much as there is, and no cache in its place: two blocks of the loss fit only so.
+            for (attribute, value) in [(most, shared_bytes as i32 - fixed_bytes), (share, 100)] {
+                // SAFETY: as above.
+                unsafe { result::function::set_function_attribute(function, attribute, value) }
+                    .map_err(refused("cuFuncSetAttribute"))?;
             }
-            .map_err(refused("cuFuncSetAttribute"))?;
         }
         self.functions.insert((name, element), function);
         Ok(())

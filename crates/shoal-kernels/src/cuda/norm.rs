@@ -19,6 +19,25 @@ const BACKWARD_THREADS: usize = 132 * 960;
 /// Rows that each team of warps takes, at least: fewer would cost more partial sums than time.
 const TEAM_ROWS: usize = 4;
 
+/// `Norm` of norm.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ForwardParameter {
+    x: Address,
+    stride: i64,
+    rows: i64,
+    cols: i64,
+    weight: Address,
+    bias: Address,
+    statistics: Address,
+    out: Address,
+    eps: f32,
+    layer: i32,
+}
+
+// SAFETY: struct Norm.
+unsafe impl Parameter for ForwardParameter {}
+
 /// `NormBackward` of norm.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -103,48 +122,27 @@ impl CudaDevice {
         let element = assert_norm(kind, &x, weight, bias, statistics);
         assert_eq!(out.len(), x.rows * x.cols);
         assert_eq!(out.element(), element);
-        let (kind, from, bias) = (layer(kind), x.tensor.at(x.offset), at_or_null(bias));
-        let (weight, statistics, out) = (weight.at(0), statistics.at(0), out.at(0));
-        let (rows, cols, stride) = (x.rows, x.cols, x.stride);
-        if cols <= WARP_COLS {
-            let grid = Grid::warps(rows);
-            // SAFETY: one warp for each row; the lengths agree.
-            return unsafe {
-                launch!(
-                    self,
-                    "norm" of element,
-                    grid,
-                    kind,
-                    eps,
-                    from,
-                    stride,
-                    rows,
-                    cols,
-                    weight,
-                    bias,
-                    statistics,
-                    out
-                )
-            };
-        }
-        let threads = cols.div_ceil(THREAD_COLS).next_multiple_of(32).min(BLOCK_THREADS);
-        let grid = Grid { threads: [threads, 1], ..Grid::blocks(rows) };
-        // SAFETY: one block for each row; the lengths agree.
+        let of = ForwardParameter {
+            x: x.tensor.at(x.offset),
+            stride: x.stride as i64,
+            rows: x.rows as i64,
+            cols: x.cols as i64,
+            weight: weight.at(0),
+            bias: at_or_null(bias),
+            statistics: statistics.at(0),
+            out: out.at(0),
+            eps,
+            layer: layer(kind),
+        };
+        // SAFETY: one warp or one block for each row; the lengths agree.
         unsafe {
-            launch!(
-                self,
-                "norm_wide" of element,
-                grid,
-                kind,
-                eps,
-                from,
-                stride,
-                cols,
-                weight,
-                bias,
-                statistics,
-                out
-            )
+            if x.cols <= WARP_COLS {
+                launch!(self, "norm" of element, Grid::warps(x.rows), of)
+            } else {
+                let threads = x.cols.div_ceil(THREAD_COLS).next_multiple_of(32).min(BLOCK_THREADS);
+                let grid = Grid { threads: [threads, 1], ..Grid::blocks(x.rows) };
+                launch!(self, "norm_wide" of element, grid, of)
+            }
         }
     }
 

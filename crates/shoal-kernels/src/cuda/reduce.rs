@@ -121,6 +121,8 @@ impl CudaDevice {
         assert!(first + rows <= targets.len());
         assert_eq!(logits.offset, 0, "rows of logits start with their tensor");
         assert!(rows <= PARTS, "{rows} rows of logits at once");
+        // Columns are numbered by an int, and the last numbers tried lie past the row.
+        assert!(logits.stride < 1 << 30, "rows of {} logits", logits.stride);
         assert_eq!(loss.len(), SCALAR_ELEMENTS);
         let (with_gradient, scale) = match mode {
             LossMode::Gradient { scale } => (true, scale),

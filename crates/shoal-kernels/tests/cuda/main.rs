@@ -174,7 +174,7 @@ fn hold(
     };
     let apart = |i: usize| f64::from(found[i]) - f64::from(expected[i]);
     // Where large terms cancel, f32 can be no better than its terms, which are of order 1.
-    let floor = norm(&|i| f64::from(expected[i])).max(0.1 * (found.len() as f64).sqrt());
+    let floor = norm(&|i| f64::from(expected[i])).max(0.1 * (found.len().max(1) as f64).sqrt());
     let off = norm(&apart) / floor;
     let worst = (0..found.len()).max_by(|a, b| apart(*a).abs().total_cmp(&apart(*b).abs())).unwrap_or(0);
     let (is, should) = (found.get(worst), expected.get(worst));

@@ -54,8 +54,14 @@ struct Given {
 impl Given {
     fn new(device: &dyn Device, case: Case) -> Given {
         Given {
-            norm: scalar(device, case.pick("norm", &[0.04, 9.0, 9.0, 1e8, f64::NAN, f64::INFINITY])),
-            loss: scalar(device, case.pick("loss", &[2.5, 2.5, 2.5, 2.5, f64::NAN, f64::NEG_INFINITY])),
+            norm: scalar(
+                device,
+                case.pick("norm", &[0.04, 0.04, 9.0, 9.0, 9.0, 1e8, f64::NAN, f64::INFINITY]),
+            ),
+            loss: scalar(
+                device,
+                case.pick("loss", &[2.5, 2.5, 2.5, 2.5, 2.5, 2.5, f64::NAN, f64::NEG_INFINITY]),
+            ),
             scale: case.pick("scale", &[1.0, 1024.0]),
             clip_norm: case.pick("clip", &[None, Some(1.0)]),
         }

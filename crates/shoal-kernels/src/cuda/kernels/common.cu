@@ -139,6 +139,10 @@ template <typename T> __device__ __forceinline__ Piece<T> whole_piece(const T *a
     return piece;
 }
 
+// Says of a row that it is aligned and made of whole pieces: what kernels know of most rows before they start,
+// and what spares them the tests and the code for the others.
+struct Whole {};
+
 // Elements `first..` of a row that ends at `end`; zeros past it. `wide` says that the row is aligned. Columns
 // are numbered by an int where registers are short.
 template <typename T, typename Index>
@@ -156,7 +160,13 @@ __device__ __forceinline__ Piece<T> load_piece(const T *row, Index first, Index 
 }
 
 template <typename T, typename Index>
-__device__ __forceinline__ void load_values(const T *row, Index first, Index end, bool wide,
+__device__ __forceinline__ Piece<T> load_piece(const T *row, Index first, Index end, Whole) {
+    Piece<T> zeros = {{0, 0, 0, 0}};
+    return first < end ? whole_piece(row + first) : zeros;
+}
+
+template <typename T, typename Index, typename Wide>
+__device__ __forceinline__ void load_values(const T *row, Index first, Index end, Wide wide,
                                             float (&values)[Piece<T>::SIZE]) {
     unpack(load_piece(row, first, end, wide), values);
 }
@@ -179,9 +189,15 @@ __device__ __forceinline__ void store_values(T *row, Index first, Index end, boo
     }
 }
 
+template <typename T, typename Index>
+__device__ __forceinline__ void store_values(T *row, Index first, Index end, Whole,
+                                             const float (&values)[Piece<T>::SIZE]) {
+    if (first < end) store_whole(row + first, pack(values, T()));
+}
+
 // N floats: the parameters and sums that go with a piece.
-template <int N, typename Index>
-__device__ __forceinline__ void load_floats(const float *row, Index first, Index end, bool wide, float (&values)[N]) {
+template <int N, typename Index, typename Wide>
+__device__ __forceinline__ void load_floats(const float *row, Index first, Index end, Wide wide, float (&values)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
         float four[4];
@@ -191,8 +207,8 @@ __device__ __forceinline__ void load_floats(const float *row, Index first, Index
     }
 }
 
-template <int N, typename Index>
-__device__ __forceinline__ void store_floats(float *row, Index first, Index end, bool wide,
+template <int N, typename Index, typename Wide>
+__device__ __forceinline__ void store_floats(float *row, Index first, Index end, Wide wide,
                                              const float (&values)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i += 4) {

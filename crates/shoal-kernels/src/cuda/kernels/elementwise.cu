@@ -1,7 +1,7 @@
 // Operations on single elements or pairs of them: activations, rotary positions, dropout, conversions, the
 // bias and residual that a product is added onto, and scalars.
 
-// Pieces of each input that a thread loads before it uses the first: `Grid::pieces` counts on it.
+// Pieces of each input that a thread loads before it uses the first: `Grid::walk` counts on it.
 #define AHEAD 2
 
 // Calls `work(first, values)` with the elements `first..` of every input, all over `0..count`.

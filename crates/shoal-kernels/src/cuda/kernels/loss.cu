@@ -20,16 +20,16 @@ template <typename T>
 __device__ __forceinline__ void cross_entropy(Logits shape, const int *targets, T *logits, float *losses) {
     const int SIZE = Piece<T>::SIZE;
     extern __shared__ uint4 row_pieces[];
-    i64 row = blockIdx.x, cols = shape.cols, step = blockDim.x * SIZE;
+    i64 row = blockIdx.x;
+    int cols = shape.cols, step = blockDim.x * SIZE, target = targets[row];
     T *values = logits + row * shape.stride;
     // The last row may end with its last logit; other rows have zeros up to the next one.
-    i64 end = min(shape.stride, shape.length - row * shape.stride);
+    int end = min(shape.stride, shape.length - row * shape.stride);
     bool wide = aligned(logits, shape.stride);
-    i64 target = targets[row];
     if (target < 0) {
         if (shape.with_gradient) {
             float zeros[SIZE] = {};
-            for (i64 first = threadIdx.x * SIZE; first < end; first += step) {
+            for (int first = threadIdx.x * SIZE; first < end; first += step) {
                 store_values(values, first, end, wide, zeros);
             }
         }
@@ -39,31 +39,38 @@ __device__ __forceinline__ void cross_entropy(Logits shape, const int *targets, 
     // Read by all threads before the barriers below, after which it is overwritten.
     float at_target = target < cols ? to_float(values[target]) : NOT_A_NUMBER;
     float highest = LOWEST, sum = 0.0f;
-    for (i64 start = threadIdx.x * SIZE; start < cols; start += LOSS_AHEAD * step) {
+    auto add = [&](const float (&x)[SIZE]) {
+        float best = highest;
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) best = Max::of(x[i], best);
+        if (best > highest) {
+            sum *= Functions<T>::exp(highest, best);
+            highest = best;
+        }
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) sum += Functions<T>::exp(x[i], highest);
+    };
+    int first = threadIdx.x * SIZE;
+    for (; wide && first + (LOSS_AHEAD - 1) * step + SIZE <= cols; first += LOSS_AHEAD * step) {
         Piece<T> pieces[LOSS_AHEAD];
 #pragma unroll
-        for (int i = 0; i < LOSS_AHEAD; i++) pieces[i] = load_piece(values, start + i * step, cols, wide);
+        for (int i = 0; i < LOSS_AHEAD; i++) pieces[i] = whole_piece(values + first + i * step);
 #pragma unroll
         for (int i = 0; i < LOSS_AHEAD; i++) {
-            i64 first = start + i * step;
-            if (first >= cols) break;
-            if (shape.keep) store_whole((T *)&row_pieces[first / SIZE], pieces[i]);
+            if (shape.keep) store_whole((T *)&row_pieces[(first + i * step) / SIZE], pieces[i]);
             float x[SIZE];
             unpack(pieces[i], x);
-            if (first + SIZE > cols) {
-#pragma unroll
-                for (int j = 0; j < SIZE; j++) x[j] = first + j < cols ? x[j] : NEGATIVE_INFINITY;
-            }
-            float best = highest;
-#pragma unroll
-            for (int j = 0; j < SIZE; j++) best = Max::of(x[j], best);
-            if (best > highest) {
-                sum *= Functions<T>::exp(highest, best);
-                highest = best;
-            }
-#pragma unroll
-            for (int j = 0; j < SIZE; j++) sum += Functions<T>::exp(x[j], highest);
+            add(x);
         }
+    }
+    for (; first < cols; first += step) {
+        Piece<T> piece = load_piece(values, first, cols, wide);
+        if (shape.keep) store_whole((T *)&row_pieces[first / SIZE], piece);
+        float x[SIZE];
+        unpack(piece, x);
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) x[i] = first + i < cols ? x[i] : NEGATIVE_INFINITY;
+        add(x);
     }
     float own = highest;
     highest = block_reduce<Max>(highest, LOWEST);
@@ -71,24 +78,28 @@ __device__ __forceinline__ void cross_entropy(Logits shape, const int *targets, 
     if (threadIdx.x == 0) losses[row] = logf(sum) + (highest - at_target);
     if (!shape.with_gradient) return;
     float factor = shape.scale / sum;
-#pragma unroll 2
-    for (i64 first = threadIdx.x * SIZE; first < end; first += step) {
-        float x[SIZE] = {};
-        if (first < cols) {
-            // A thread takes back what it kept itself.
-            if (shape.keep) unpack(whole_piece((const T *)&row_pieces[first / SIZE]), x);
-            else load_values(values, first, cols, wide, x);
+    auto slopes = [&](int first, float (&x)[SIZE]) {
+        // A thread takes back what it kept itself.
+        if (shape.keep) unpack(whole_piece((const T *)&row_pieces[first / SIZE]), x);
+        else load_values((const T *)values, first, cols, wide, x);
 #pragma unroll
-            for (int j = 0; j < SIZE; j++) x[j] = Functions<T>::exp(x[j], highest) * factor;
-            if (target >= first && target < first + SIZE) {
+        for (int i = 0; i < SIZE; i++) x[i] = Functions<T>::exp(x[i], highest) * factor;
+        if (target >= first && target < first + SIZE) {
 #pragma unroll
-                for (int j = 0; j < SIZE; j++) x[j] -= first + j == target ? shape.scale : 0.0f;
-            }
-            if (first + SIZE > cols) {
-#pragma unroll
-                for (int j = 0; j < SIZE; j++) x[j] = first + j < cols ? x[j] : 0.0f;
-            }
+            for (int i = 0; i < SIZE; i++) x[i] -= first + i == target ? shape.scale : 0.0f;
         }
+    };
+    first = threadIdx.x * SIZE;
+    for (; wide && first + SIZE <= cols; first += step) {
+        float x[SIZE];
+        slopes(first, x);
+        store_whole(values + first, pack(x, T()));
+    }
+    for (; first < end; first += step) {
+        float x[SIZE] = {};
+        if (first < cols) slopes(first, x);
+#pragma unroll
+        for (int i = 0; i < SIZE; i++) x[i] = first + i < cols ? x[i] : 0.0f;
         store_values(values, first, end, wide, x);
     }
 }

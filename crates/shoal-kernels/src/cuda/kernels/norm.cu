@@ -32,17 +32,27 @@ struct BlockTeam {
     __device__ static float sum(float value) { return block_sum(value); }
 };
 
+// How rows may be moved: those of x, those of tensors without a stride, and the parameters'.
+struct AnyRows {
+    bool x, out, floats;
+    __device__ static bool inside(i64 col, i64 cols) { return col < cols; }
+};
+
+struct WholeRows {
+    Whole x, out, floats;
+    __device__ static bool inside(i64, i64) { return true; }
+};
+
 // A row that a team goes over more than once: HELD pieces a thread stay in registers, what a longer row has
 // past them is read again.
-template <typename T, typename Team, int HELD> struct Row {
+template <typename T, typename Team, int HELD, typename Wide> struct Row {
     static const int SIZE = Piece<T>::SIZE;
     const T *start;
     i64 cols;
-    bool wide;
+    Wide wide;
     Piece<T> held[HELD];
 
-    __device__ __forceinline__ Row(const T *start, i64 stride, i64 cols)
-        : start(start), cols(cols), wide(aligned(start, stride)) {
+    __device__ __forceinline__ Row(const T *start, i64 cols, Wide wide) : start(start), cols(cols), wide(wide) {
 #pragma unroll
         for (int i = 0; i < HELD; i++) held[i] = load_piece(start, first(i), cols, wide);
     }
@@ -67,13 +77,23 @@ template <typename T, typename Team, int HELD> struct Row {
     }
 };
 
-template <typename T, typename Team, int HELD>
-__device__ __forceinline__ void norm_row(bool layer, float eps, const T *x, i64 stride, i64 row, i64 cols,
-                                         const float *weight, const float *bias, float *statistics, T *out) {
+template <typename T> struct Norm {
+    const T *x;
+    i64 stride, rows, cols;
+    const float *weight, *bias;
+    float *statistics;
+    T *out;
+    float eps;
+    int layer;
+};
+
+template <typename T, typename Team, int HELD, typename Rows>
+__device__ __forceinline__ void norm_row(const Norm<T> &of, i64 row, Rows rows) {
     const int SIZE = Piece<T>::SIZE;
-    Row<T, Team, HELD> values(x + row * stride, stride, cols);
+    i64 cols = of.cols;
+    Row<T, Team, HELD, decltype(rows.x)> values(of.x + row * of.stride, cols, rows.x);
     RowScale by = {0.0f, 0.0f};
-    if (layer) {
+    if (of.layer) {
         float sum = 0.0f;
         values.each([&](i64, const float (&x)[SIZE]) {
 #pragma unroll
@@ -85,57 +105,52 @@ __device__ __forceinline__ void norm_row(bool layer, float eps, const T *x, i64 
     values.each([&](i64 first, const float (&x)[SIZE]) {
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
-            float apart = first + i < cols ? x[i] - by.mean : 0.0f;
+            float apart = Rows::inside(first + i, cols) ? x[i] - by.mean : 0.0f;
             squares = fmaf(apart, apart, squares);
         }
     });
-    by.scale = 1.0f / sqrtf(Team::sum(squares) / cols + eps);
+    by.scale = 1.0f / sqrtf(Team::sum(squares) / cols + of.eps);
     if (Team::rank() == 0) {
-        if (layer) {
-            statistics[2 * row] = by.mean;
-            statistics[2 * row + 1] = by.scale;
+        if (of.layer) {
+            of.statistics[2 * row] = by.mean;
+            of.statistics[2 * row + 1] = by.scale;
         } else {
-            statistics[row] = by.scale;
+            of.statistics[row] = by.scale;
         }
     }
-    out += row * cols;
-    bool wide = cols % SIZE == 0;
+    T *out = of.out + row * cols;
     values.each([&](i64 first, const float (&x)[SIZE]) {
         float weights[SIZE], shifts[SIZE] = {}, results[SIZE];
-        load_floats(weight, first, cols, true, weights);
-        if (bias) load_floats(bias, first, cols, true, shifts);
+        load_floats(of.weight, first, cols, rows.floats, weights);
+        if (of.bias) load_floats(of.bias, first, cols, rows.floats, shifts);
 #pragma unroll
-        for (int i = 0; i < SIZE; i++) results[i] = scaled(by.normal(x[i]), weights[i], bias, shifts[i]);
-        store_values(out, first, cols, wide, results);
+        for (int i = 0; i < SIZE; i++) results[i] = scaled(by.normal(x[i]), weights[i], of.bias, shifts[i]);
+        store_values(out, first, cols, rows.out, results);
     });
 }
 
 // Pieces that cover so many columns with a team of 32.
 #define HELD_FOR(T, COLS) ((COLS) / 32 / Piece<T>::SIZE)
 
-// One warp a row, for rows of up to 1024 columns.
-template <typename T>
-__device__ __forceinline__ void norm(int layer, float eps, const T *x, i64 stride, i64 rows, i64 cols,
-                                     const float *weight, const float *bias, float *statistics, T *out) {
-    i64 row = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (row >= rows) return;
-    norm_row<T, WarpTeam, HELD_FOR(T, 1024)>(layer, eps, x, stride, row, cols, weight, bias, statistics, out);
+template <typename T, typename Team, int HELD>
+__device__ __forceinline__ void norm_any_row(const Norm<T> &of, i64 row) {
+    AnyRows rows = {aligned(of.x, of.stride), of.cols % Piece<T>::SIZE == 0, true};
+    if (rows.x && rows.out) norm_row<T, Team, HELD>(of, row, WholeRows());
+    else norm_row<T, Team, HELD>(of, row, rows);
 }
-TYPED(norm,
-      (int layer, float eps, const T *x, i64 stride, i64 rows, i64 cols, const float *weight, const float *bias,
-       float *statistics, T *out),
-      (layer, eps, x, stride, rows, cols, weight, bias, statistics, out))
+
+// One warp a row, for rows of up to 1024 columns.
+template <typename T> __device__ __forceinline__ void norm(const Norm<T> &of) {
+    i64 row = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (row < of.rows) norm_any_row<T, WarpTeam, HELD_FOR(T, 1024)>(of, row);
+}
+TYPED(norm, (Norm<T> of), (of))
 
 // One block a row: any width.
-template <typename T>
-__device__ __forceinline__ void norm_wide(int layer, float eps, const T *x, i64 stride, i64 cols, const float *weight,
-                                          const float *bias, float *statistics, T *out) {
-    norm_row<T, BlockTeam, HELD_FOR(T, 512)>(layer, eps, x, stride, blockIdx.x, cols, weight, bias, statistics, out);
+template <typename T> __device__ __forceinline__ void norm_wide(const Norm<T> &of) {
+    norm_any_row<T, BlockTeam, HELD_FOR(T, 512)>(of, blockIdx.x);
 }
-BOUNDED(norm_wide, __launch_bounds__(1024),
-        (int layer, float eps, const T *x, i64 stride, i64 cols, const float *weight, const float *bias,
-         float *statistics, T *out),
-        (layer, eps, x, stride, cols, weight, bias, statistics, out))
+BOUNDED(norm_wide, __launch_bounds__(1024), (Norm<T> of), (of))
 
 // What a norm's backward works on. Each block takes `share` rows and leaves one row of partial sums: those
 // of the weight's gradient, then those of the bias's. `team` warps share a row.
@@ -151,13 +166,14 @@ template <typename T> struct NormBackward {
 // Columns of a row of which a block has several at a time, at most: norm.rs counts on it.
 #define SHARED_COLS 1024
 
-// Sums over teams of `warps` neighbouring warps, warps in order; the whole block calls. Calls alternate between
-// two places: one barrier is enough to keep a warp that is ahead from writing where another still reads.
-__device__ __forceinline__ void team_sums(float &a, float &b, int warps, int turn) {
+// Sums over teams of `warps` neighbouring warps from `first` on, warps in order; the whole block calls. Calls
+// alternate between two places: one barrier is enough to keep a warp that is ahead from writing where another
+// still reads.
+__device__ __forceinline__ void team_sums(float &a, float &b, int first, int warps, int turn) {
     __shared__ float parts[2][2][32];
     a = warp_sum(a), b = warp_sum(b);
     if (warps == 1) return;
-    int own = threadIdx.x / 32, first = own / warps * warps;
+    int own = threadIdx.x / 32;
     if (threadIdx.x % 32 == 0) parts[turn][0][own] = a, parts[turn][1][own] = b;
     __syncthreads();
     a = 0.0f, b = 0.0f;
@@ -175,29 +191,28 @@ template <typename T> __device__ __forceinline__ void unpack_again(Piece<T> piec
 // dx = scale * (g - mean(g) - x̂ * mean(g * x̂)), and no mean(g) for the root mean square.
 // One pass: a thread has one piece of every row of its team, so its columns' sums stay with it. The teams go
 // from row to row together.
-template <typename T> __device__ __forceinline__ void norm_backward(const NormBackward<T> &of) {
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_backward_rows(const NormBackward<T> &of, int own_team, int teams, int first,
+                                                   float (&weight_sums)[Piece<T>::SIZE],
+                                                   float (&bias_sums)[Piece<T>::SIZE], Rows rows) {
     const int SIZE = Piece<T>::SIZE;
-    __shared__ float columns[2][SHARED_COLS];
-    int team_threads = of.team * 32, own_team = threadIdx.x / team_threads, teams = blockDim.x / team_threads;
-    int cols = of.cols, first = threadIdx.x % team_threads * SIZE;
+    int cols = of.cols, turn = 0, first_warp = own_team * of.team;
+    float part = 1.0f / cols;
     i64 begin = blockIdx.x * of.share, end = min(begin + of.share, of.rows);
-    bool wide_x = aligned(of.x, of.stride), wide = cols % SIZE == 0;
-    float weight_sums[SIZE] = {}, bias_sums[SIZE] = {};
-    int turn = 0;
     for (i64 start = begin; start < end; start += teams, turn ^= 1) {
         // Without a row, and past a row's end, all is zero and adds nothing anywhere.
         i64 row = min(start + own_team, end - 1);
         int row_cols = start + own_team < end ? cols : 0;
         const T *x = of.x + row * of.stride;
         T *dy = of.dy + row * cols, *dx = of.dx + row * cols;
-        Piece<T> x_piece = load_piece(x, first, row_cols, wide_x);
-        Piece<T> dy_piece = load_piece((const T *)dy, first, row_cols, wide);
-        Piece<T> dx_piece = load_piece((const T *)dx, first, of.accumulate ? row_cols : 0, wide);
+        Piece<T> x_piece = load_piece(x, first, row_cols, rows.x);
+        Piece<T> dy_piece = load_piece((const T *)dy, first, row_cols, rows.out);
+        Piece<T> dx_piece = load_piece((const T *)dx, first, of.accumulate ? row_cols : 0, rows.out);
         RowScale by = row_scale(of.layer, of.statistics, row);
         float values[SIZE], slopes[SIZE], weights[SIZE], shifts[SIZE] = {}, sums[SIZE];
         unpack(x_piece, values);
         unpack(dy_piece, slopes);
-        load_floats(of.weight, first, cols, true, weights);
+        load_floats(of.weight, first, cols, rows.floats, weights);
         float along = 0.0f, average = 0.0f;
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
@@ -207,25 +222,36 @@ template <typename T> __device__ __forceinline__ void norm_backward(const NormBa
             weight_sums[i] = fmaf(slopes[i], normal, weight_sums[i]);
             bias_sums[i] += slopes[i];
         }
-        team_sums(along, average, of.team, turn);
-        along /= cols;
-        average = of.layer ? average / cols : 0.0f;
+        team_sums(along, average, first_warp, of.team, turn);
+        along *= part;
+        average = of.layer ? average * part : 0.0f;
         unpack_again(x_piece, values);
         unpack_again(dy_piece, slopes);
         unpack(dx_piece, sums);
         const float *weight = of.weight;
         asm volatile("" : "+l"(weight));
-        load_floats(weight, first, cols, true, weights);
-        if (of.bias) load_floats(of.bias, first, cols, true, shifts);
+        load_floats(weight, first, cols, rows.floats, weights);
+        if (of.bias) load_floats(of.bias, first, cols, rows.floats, shifts);
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
             float normal = by.normal(values[i]);
             sums[i] += by.scale * (slopes[i] * weights[i] - average - normal * along);
             values[i] = scaled(normal, weights[i], of.bias, shifts[i]);
         }
-        store_values(dx, first, row_cols, wide, sums);
-        store_values(dy, first, row_cols, wide, values);
+        store_values(dx, first, row_cols, rows.out, sums);
+        store_values(dy, first, row_cols, rows.out, values);
     }
+}
+
+template <typename T> __device__ __forceinline__ void norm_backward(const NormBackward<T> &of) {
+    const int SIZE = Piece<T>::SIZE;
+    __shared__ float columns[2][SHARED_COLS];
+    int team_threads = of.team * 32, own_team = threadIdx.x / team_threads, teams = blockDim.x / team_threads;
+    int cols = of.cols, first = threadIdx.x % team_threads * SIZE;
+    float weight_sums[SIZE] = {}, bias_sums[SIZE] = {};
+    AnyRows rows = {aligned(of.x, of.stride), cols % SIZE == 0, true};
+    if (rows.x && rows.out) norm_backward_rows(of, own_team, teams, first, weight_sums, bias_sums, WholeRows());
+    else norm_backward_rows(of, own_team, teams, first, weight_sums, bias_sums, rows);
     float *parts = of.parts + blockIdx.x * 2 * of.cols;
     if (teams == 1) {
         // Rows of parts are aligned only by chance, and written once.
@@ -302,22 +328,18 @@ BOUNDED(norm_backward_wide, __launch_bounds__(1024), (NormBackward<T> of), (of))
 #define STRIP 32
 #define STRIP_LINES 8
 
-// Row `blockIdx.y` of `out` gets the column sums of the rows of that chunk.
-template <typename T>
-__device__ __forceinline__ void column_sums(const T *values, i64 stride, i64 rows, i64 cols, i64 chunk, float *out,
-                                            int accumulate) {
+// The sums of this thread's piece of columns, over its lines of rows `begin..end`.
+template <typename T, typename Wide>
+__device__ __forceinline__ void strip_sums(const T *values, i64 stride, i64 cols, i64 first, i64 begin, i64 end,
+                                           Wide wide, float (&sums)[Piece<T>::SIZE]) {
     const int SIZE = Piece<T>::SIZE;
-    __shared__ float lines[STRIP_LINES][STRIP * SIZE];
-    i64 first = ((i64)blockIdx.x * STRIP + threadIdx.x) * SIZE;
-    i64 begin = blockIdx.y * chunk, end = min(begin + chunk, rows), row = begin + threadIdx.y;
-    bool wide = aligned(values, stride);
-    float sums[SIZE] = {};
     auto add = [&](const Piece<T> &piece) {
         float terms[SIZE];
         unpack(piece, terms);
 #pragma unroll
         for (int i = 0; i < SIZE; i++) sums[i] += terms[i];
     };
+    i64 row = begin + threadIdx.y;
     for (; row + (LOADS - 1) * STRIP_LINES < end; row += LOADS * STRIP_LINES) {
         Piece<T> pieces[LOADS];
 #pragma unroll
@@ -328,6 +350,20 @@ __device__ __forceinline__ void column_sums(const T *values, i64 stride, i64 row
         for (int i = 0; i < LOADS; i++) add(pieces[i]);
     }
     for (; row < end; row += STRIP_LINES) add(load_piece(values + row * stride, first, cols, wide));
+}
+
+// Row `blockIdx.y` of `out` gets the column sums of the rows of that chunk.
+template <typename T>
+__device__ __forceinline__ void column_sums(const T *values, i64 stride, i64 rows, i64 cols, i64 chunk, float *out,
+                                            int accumulate) {
+    const int SIZE = Piece<T>::SIZE;
+    __shared__ float lines[STRIP_LINES][STRIP * SIZE];
+    i64 first = ((i64)blockIdx.x * STRIP + threadIdx.x) * SIZE;
+    i64 begin = blockIdx.y * chunk, end = min(begin + chunk, rows);
+    bool wide = aligned(values, stride);
+    float sums[SIZE] = {};
+    if (wide && cols % SIZE == 0) strip_sums(values, stride, cols, first, begin, end, Whole(), sums);
+    else strip_sums(values, stride, cols, first, begin, end, wide, sums);
 #pragma unroll
     for (int i = 0; i < SIZE; i++) lines[threadIdx.y][threadIdx.x * SIZE + i] = sums[i];
     __syncthreads();

@@ -25,12 +25,14 @@ struct Squared {
 // Each chunk's sum of squares: a thread's few terms as floats, the threads' sums as doubles.
 KERNEL __launch_bounds__(THREADS) squares(const Squared *table, int entries, double *parts) {
     const Squared of = entry_of(table, entries, blockIdx.x);
-    i64 begin = (blockIdx.x - of.first_chunk) * CHUNK, end = min(begin + CHUNK, of.count);
+    i64 begin = (blockIdx.x - of.first_chunk) * CHUNK;
+    const float *values = of.values + begin;
+    int count = min((i64)CHUNK, of.count - begin);
     float sum = 0.0f;
-    for (i64 start = begin + threadIdx.x * 4; start < end; start += LOADS * THREADS * 4) {
+    for (int start = threadIdx.x * 4; start < count; start += LOADS * THREADS * 4) {
         Piece<float> pieces[LOADS];
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) pieces[i] = load_piece(of.values, start + i * THREADS * 4, end, true);
+        for (int i = 0; i < LOADS; i++) pieces[i] = load_piece(values, start + i * THREADS * 4, count, true);
 #pragma unroll
         for (int i = 0; i < LOADS; i++) {
             float x[4];
@@ -80,39 +82,49 @@ struct Guard {
 
 enum { COPY_NONE, COPY_F32, COPY_BF16, COPY_F16 };
 
+// Four elements of a copy in elements of two bytes.
 template <typename T>
-__device__ __forceinline__ void store_copy(void *copy, i64 first, i64 end, const float (&values)[4]) {
-    T *to = (T *)copy + first;
+__device__ __forceinline__ void store_copy(T *copy, int first, int end, const float (&values)[4]) {
     if (first + 4 <= end) {
-        *(uint2 *)to = make_uint2(pair<T>(values[0], values[1]), pair<T>(values[2], values[3]));
+        *(uint2 *)(copy + first) = make_uint2(pair<T>(values[0], values[1]), pair<T>(values[2], values[3]));
         return;
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (first + i < end) to[i] = from_float<T>(values[i]);
+        if (first + i < end) copy[first + i] = from_float<T>(values[i]);
     }
 }
 
-// Runs `step(gradient, first, second, parameter)` over the elements of the block's chunk.
-template <typename Step>
-__device__ __forceinline__ void update_chunk(const Updated &of, i64 chunk, float factor, Step step) {
-    i64 begin = chunk * CHUNK, end = min(begin + CHUNK, of.count);
-#pragma unroll 2
-    for (i64 at = begin + threadIdx.x * 4; at < end; at += THREADS * 4) {
+// Runs `step(gradient, first, second, parameter)` over the `count` elements from `begin` on.
+template <typename Step, typename Wide>
+__device__ __forceinline__ void update_elements(const Updated &of, i64 begin, int count, Wide wide, float factor,
+                                                Step step) {
+    const float *gradient = of.gradient + begin;
+    float *first = of.first ? of.first + begin : 0, *second = of.second ? of.second + begin : 0;
+    float *parameter = of.parameter + begin;
+    for (int at = threadIdx.x * 4; at < count; at += THREADS * 4) {
         float g[4], m[4] = {}, v[4] = {}, p[4];
-        load_values(of.gradient, at, end, true, g);
-        if (of.first) load_values((const float *)of.first, at, end, true, m);
-        if (of.second) load_values((const float *)of.second, at, end, true, v);
-        load_values((const float *)of.parameter, at, end, true, p);
+        load_values(gradient, at, count, wide, g);
+        if (first) load_values((const float *)first, at, count, wide, m);
+        if (second) load_values((const float *)second, at, count, wide, v);
+        load_values((const float *)parameter, at, count, wide, p);
 #pragma unroll
         for (int i = 0; i < 4; i++) step(g[i] * factor, m[i], v[i], p[i]);
-        if (of.first) store_values(of.first, at, end, true, m);
-        if (of.second) store_values(of.second, at, end, true, v);
-        store_values(of.parameter, at, end, true, p);
-        if (of.copy_element == COPY_BF16) store_copy<bf16>(of.copy, at, end, p);
-        if (of.copy_element == COPY_F16) store_copy<f16>(of.copy, at, end, p);
-        if (of.copy_element == COPY_F32) store_values((float *)of.copy, at, end, true, p);
+        if (first) store_values(first, at, count, wide, m);
+        if (second) store_values(second, at, count, wide, v);
+        store_values(parameter, at, count, wide, p);
+        if (of.copy_element == COPY_BF16) store_copy((bf16 *)of.copy + begin, at, count, p);
+        if (of.copy_element == COPY_F16) store_copy((f16 *)of.copy + begin, at, count, p);
+        if (of.copy_element == COPY_F32) store_values((float *)of.copy + begin, at, count, wide, p);
     }
+}
+
+template <typename Step>
+__device__ __forceinline__ void update_chunk(const Updated &of, i64 chunk, float factor, Step step) {
+    i64 begin = chunk * CHUNK;
+    int count = min((i64)CHUNK, of.count - begin);
+    if (count == CHUNK) update_elements(of, begin, count, Whole(), factor, step);
+    else update_elements(of, begin, count, true, factor, step);
 }
 
 // The block's chunk, and what is decided for all of it at once: `keep` is what decay leaves of a parameter.
