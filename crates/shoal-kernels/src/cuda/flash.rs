@@ -12,17 +12,21 @@ use crate::tensor::{Element, Tensor};
 
 /// The widest head the kernels' registers hold.
 const SIZE_MAX: usize = 128;
-/// Positions are 32-bit in the kernels, and a tile may reach past the last.
-const SEQUENCE_MAX: usize = 1 << 30;
+/// Tiles of at least 32 rows go along a side of the grid.
+const SEQUENCE_MAX: usize = 32 * GRID_SIDE_MAX;
 /// Elements of a joint row: a tile's rows are reached by 32-bit offsets.
 const ROW_MAX: usize = 1 << 23;
 /// Blocks along the second and third side of a grid.
 const GRID_SIDE_MAX: usize = 65_535;
+/// Heads of any sample that start together, each with its longest tile. Enough to fill a GPU, few enough for
+/// their keys and values to stay in its cache.
+const SECTION: usize = 32;
 
 /// `flash::Shape` of flash.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct ShapeParameter {
+    samples: i32,
     sequence: i32,
     heads: i32,
     kv_heads: i32,
@@ -41,6 +45,7 @@ impl ShapeParameter {
         let whole = |tensor: &&Tensor| (tensor.address() as usize).is_multiple_of(16);
         let vectors = shape.head_size.is_multiple_of(8) && tensors.iter().all(whole);
         ShapeParameter {
+            samples: shape.samples as i32,
             sequence: shape.sequence as i32,
             heads: shape.heads as i32,
             kv_heads: shape.kv_heads as i32,
@@ -177,7 +182,7 @@ fn serves(facts: &GpuFacts, element: Element, shape: &AttentionShape) -> bool {
         && (1..=SIZE_MAX).contains(&shape.head_size)
         && shape.sequence <= SEQUENCE_MAX
         && shape.qkv_width() <= ROW_MAX
-        && shape.heads.max(shape.samples) <= GRID_SIDE_MAX
+        && (shape.heads * shape.samples).div_ceil(SECTION) <= GRID_SIDE_MAX
         // The highest score is looked for before it is scaled.
         && shape.scale > 0.0
         && shape.scale.is_finite()
@@ -191,7 +196,10 @@ impl Kernel {
     }
 
     fn grid(&self, shape: &AttentionShape, heads: usize, shared_bytes: usize) -> Grid {
-        let blocks = [shape.sequence.div_ceil(self.rows()), heads, shape.samples];
+        let all = heads * shape.samples;
+        let section = all.min(SECTION);
+        let sections = if all == 0 { 0 } else { all.div_ceil(section) };
+        let blocks = [section, shape.sequence.div_ceil(self.rows()), sections];
         Grid { blocks, threads: [32 * self.warps, 1], shared_bytes }
     }
 }
@@ -416,7 +424,7 @@ mod tests {
             // 20 is no whole number of 16-byte chunks.
             let head_size = pick("head_size", &[64, 64, 80, 96, 128, 128, 40, 20]);
             let shape = AttentionShape {
-                samples: pick("samples", &[1, 2]),
+                samples: pick("samples", &[1, 2, 4]),
                 sequence: pick("sequence", &[1, 2, 17, 31, 63, 64, 65, 127, 128, 130, 193, 257, 300]),
                 heads: kv_heads * pick("group", &[1, 2, 4]),
                 kv_heads,
