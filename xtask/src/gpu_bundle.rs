@@ -12,10 +12,11 @@ use crate::root;
 const BYTES_MAX: u64 = 64 << 20;
 
 /// Name in the bundle, and what cargo builds it from.
-const TESTS: [(&str, &[&str]); 3] = [
+const TESTS: [(&str, &[&str]); 4] = [
     ("kernels-cuda", &["--package", "shoal-kernels", "--test", "cuda"]),
     ("kernels-unit", &["--package", "shoal-kernels", "--lib"]),
     ("goldens", &["--package", "shoal-engine", "--test", "goldens"]),
+    ("budgets", &["--package", "shoal-engine", "--test", "budgets"]),
 ];
 
 /// Runs every test, each to its end, and says how many failed.
@@ -31,9 +32,12 @@ run() {
 }
 run doctor ./shoal doctor
 run kernels ./kernels-cuda --nocapture "$@"
-run compile ./kernels-unit cuda --nocapture
+run units ./kernels-unit cuda --nocapture
 run goldens ./goldens on_a_gpu --nocapture
-run verify ./shoal verify --device cuda --tolerance 1e-3 golden/gpt2 golden/llama golden/qwen2
+run budgets ./budgets on_a_gpu --nocapture
+for precision in fp32 tf32 bf16 fp16; do
+    run "verify $precision" ./shoal verify --device cuda --precision $precision golden/*
+done
 if [ -z "$failed" ]; then echo "== all passed"; else echo "== FAILED:$failed"; exit 1; fi
 "#;
 

@@ -55,7 +55,7 @@ impl Case {
 
     fn config(self) -> DecoderConfig {
         let heads = self.pick(0, &[1, 2, 3, 4]);
-        let kv_heads = if heads % 2 == 0 { self.pick(1, &[heads, heads / 2]) } else { heads };
+        let kv_heads = if heads.is_multiple_of(2) { self.pick(1, &[heads, heads / 2]) } else { heads };
         let width = heads * self.pick(2, &[2, 8, 16, 20, 64, 80]);
         let layers = self.pick(3, &[1, 2]);
         let vocabulary = self.pick(4, &[17, 64, 257, 1000]);

@@ -84,7 +84,7 @@ pub enum Saved {
     /// The input alone; [`recompute`] makes the rest.
     Input(Feed),
     Embedding(Tensor),
-    Block(BlockSaved),
+    Block(Box<BlockSaved>),
     Head(HeadSaved),
 }
 
@@ -113,7 +113,7 @@ pub fn forward(
         (LayerKind::Block(spec), Feed::Hidden(x)) => {
             let (saved, output) = block::forward(spec, call, parameters, x, true)?;
             let saved = match retention {
-                Retention::Saved => Some(Saved::Block(saved)),
+                Retention::Saved => Some(Saved::Block(saved.into())),
                 Retention::Input => Some(Saved::Input(Feed::Hidden(saved.into_input()))),
                 Retention::Nothing => None,
             };
@@ -151,7 +151,7 @@ pub fn recompute(
     match (kind, saved) {
         (LayerKind::Block(spec), Saved::Input(Feed::Hidden(x))) => {
             let (saved, _) = block::forward(spec, call, parameters, x, false)?;
-            Ok(Saved::Block(saved))
+            Ok(Saved::Block(saved.into()))
         }
         (LayerKind::Head(spec), Saved::Input(Feed::HiddenAndTargets(x, targets))) => {
             let loss = loss.expect("the last layer has a loss scale");
@@ -176,7 +176,7 @@ pub fn backward(
             Ok(None)
         }
         (LayerKind::Block(spec), Saved::Block(saved), Some(dy)) => {
-            block::backward(spec, call, parameters, gradients, saved, dy).map(Some)
+            block::backward(spec, call, parameters, gradients, *saved, dy).map(Some)
         }
         (LayerKind::Head(spec), Saved::Head(saved), None) => {
             head::backward(spec, call, parameters, gradients, saved).map(Some)

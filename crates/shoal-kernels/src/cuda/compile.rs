@@ -12,60 +12,100 @@ use crate::random::key_of;
 /// What every unit starts with.
 const COMMON: &str = include_str!("kernels/common.cu");
 
-/// The kernels: a name, what is defined, and the source. Units are compiled side by side and loaded as modules of their own, because the first start
-/// on a kind of GPU waits for the compiler.
-const UNITS: [(&str, &str, &str); 8] = [
-    ("elementwise", "", include_str!("kernels/elementwise.cu")),
-    ("norm", "", include_str!("kernels/norm.cu")),
-    ("embedding", "", include_str!("kernels/embedding.cu")),
-    ("loss", "", include_str!("kernels/loss.cu")),
-    ("optimizer", "", include_str!("kernels/optimizer.cu")),
-    ("attention", "", include_str!("kernels/attention.cu")),
-    ("flash-bf16", "#define FLASH_OF_BF16\n", include_str!("kernels/flash.cu")),
-    ("flash-f16", "", include_str!("kernels/flash.cu")),
-];
+/// The kernels in parts, each compiled side by side with others and loaded as a module of its own: the first
+/// start on a kind of GPU waits for the compiler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Unit {
+    Elementwise,
+    Norm,
+    Embedding,
+    Loss,
+    Optimizer,
+    /// Plain attention.
+    Attention,
+    /// Attention on tensor cores, which takes the compiler longest.
+    FlashBf16,
+    FlashF16,
+}
+
+impl Unit {
+    /// What every training step uses.
+    pub(super) const FIRST: [Unit; 5] =
+        [Unit::Elementwise, Unit::Norm, Unit::Embedding, Unit::Loss, Unit::Optimizer];
+
+    /// The unit that holds a kernel.
+    pub(super) fn of(symbol: &str) -> Unit {
+        let starts = |names: &[&str]| names.iter().any(|name| symbol.starts_with(name));
+        match symbol {
+            _ if starts(&["flash_"]) && symbol.contains("_bf16") => Unit::FlashBf16,
+            _ if starts(&["flash_"]) => Unit::FlashF16,
+            _ if starts(&["attention_", "query_gradient_", "key_value_gradient_"]) => Unit::Attention,
+            _ if starts(&["norm", "column_sums", "add_rows"]) => Unit::Norm,
+            _ if starts(&["embed", "token_", "position_", "sort_", "add_token_"]) => Unit::Embedding,
+            _ if starts(&["cross_entropy", "add_losses"]) => Unit::Loss,
+            _ if starts(&["squares", "add_parts", "adamw", "sgd"]) => Unit::Optimizer,
+            _ => Unit::Elementwise,
+        }
+    }
+
+    fn source(self) -> String {
+        let (defined, source) = match self {
+            Unit::Elementwise => ("", include_str!("kernels/elementwise.cu")),
+            Unit::Norm => ("", include_str!("kernels/norm.cu")),
+            Unit::Embedding => ("", include_str!("kernels/embedding.cu")),
+            Unit::Loss => ("", include_str!("kernels/loss.cu")),
+            Unit::Optimizer => ("", include_str!("kernels/optimizer.cu")),
+            Unit::Attention => ("", include_str!("kernels/attention.cu")),
+            Unit::FlashBf16 => ("#define FLASH_OF_BF16\n", include_str!("kernels/flash.cu")),
+            Unit::FlashF16 => ("", include_str!("kernels/flash.cu")),
+        };
+        [defined, COMMON, source].concat()
+    }
+}
 
 /// Machine code (or PTX) of one unit for a GPU, ready for the driver.
 pub(super) struct Image {
+    pub(super) unit: Unit,
     pub(super) bytes: Vec<u8>,
     /// Where it is kept.
     path: Option<PathBuf>,
     /// It came from the disk.
     pub(super) cached: bool,
-    source: String,
     target: String,
 }
 
 impl Image {
-    /// The kernels for a compute capability, unit by unit.
-    pub(super) fn all(capability: (i32, i32)) -> Result<Vec<Image>> {
+    /// Units for a compute capability.
+    pub(super) fn all(capability: (i32, i32), units: &[Unit]) -> Result<Vec<Image>> {
         let compiler = Compiler::find()?;
         let target = compiler.target(capability)?;
         let (major, minor) = compiler.version;
-        let images = UNITS.map(|(unit, defined, source)| {
-            let source = [defined, COMMON, source].concat();
-            let name = format!("{unit}-{target}-nvrtc{major}.{minor}-{:016x}", key_of(&source));
+        let look_up = |unit: &Unit| {
+            let key = key_of(&unit.source());
+            let name = format!("{unit:?}-{target}-nvrtc{major}.{minor}-{key:016x}").to_lowercase();
             let path = cache_folder().map(|folder| folder.join(name));
             let kept = path.as_ref().and_then(|path| std::fs::read(path).ok());
             let bytes = kept.filter(|bytes| !bytes.is_empty());
             let cached = bytes.is_some();
-            Image { bytes: bytes.unwrap_or_default(), path, cached, source, target: target.clone() }
-        });
-        let images = std::thread::scope(|scope| {
-            let builds =
-                images.map(|image| scope.spawn(move || if image.cached { Ok(image) } else { image.fresh() }));
-            builds.map(|build| build.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-        });
-        images.into_iter().collect()
+            Image { unit: *unit, bytes: bytes.unwrap_or_default(), path, cached, target: target.clone() }
+        };
+        std::thread::scope(|scope| {
+            let build = |image: Image| scope.spawn(|| if image.cached { Ok(image) } else { image.fresh() });
+            let builds: Vec<_> = units.iter().map(look_up).map(build).collect();
+            let join = |build: std::thread::ScopedJoinHandle<Result<Image>>| {
+                build.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            builds.into_iter().map(join).collect()
+        })
     }
 
     /// Compiled anew, and kept.
     pub(super) fn fresh(&self) -> Result<Image> {
         let image = Image {
-            bytes: compile(&self.source, &self.target)?,
+            unit: self.unit,
+            bytes: compile(&self.unit.source(), &self.target)?,
             path: self.path.clone(),
             cached: false,
-            source: self.source.clone(),
             target: self.target.clone(),
         };
         image.keep();
@@ -199,17 +239,22 @@ mod tests {
             eprintln!("skipped: no NVRTC on this machine");
             return;
         };
+        let all = [Unit::Attention, Unit::FlashBf16, Unit::FlashF16].into_iter().chain(Unit::FIRST);
+        let units: Vec<Unit> = all.collect();
         for capability in [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0)] {
             match compiler.target(capability) {
-                Ok(target) if target.starts_with("sm_") => {
-                    for (unit, defined, source) in UNITS {
-                        let started = std::time::Instant::now();
-                        let bytes = compile(&[defined, COMMON, source].concat(), &target)
-                            .unwrap_or_else(|error| panic!("{unit}: {error}"));
-                        let (size, time) = (bytes.len(), started.elapsed());
-                        eprintln!("{target}, {unit}: {size} bytes of machine code in {time:.1?}");
+                Ok(target) if target.starts_with("sm_") => std::thread::scope(|scope| {
+                    for unit in &units {
+                        let target = &target;
+                        scope.spawn(move || {
+                            let started = std::time::Instant::now();
+                            let bytes = compile(&unit.source(), target)
+                                .unwrap_or_else(|error| panic!("{unit:?}: {error}"));
+                            let (size, time) = (bytes.len(), started.elapsed());
+                            eprintln!("{target}, {unit:?}: {size} bytes of machine code in {time:.1?}");
+                        });
                     }
-                }
+                }),
                 _ => eprintln!("{capability:?}: not known to NVRTC {:?}", compiler.version),
             }
         }

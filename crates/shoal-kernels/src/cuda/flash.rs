@@ -12,17 +12,21 @@ use crate::tensor::{Element, Tensor};
 
 /// The widest head the kernels' registers hold.
 const SIZE_MAX: usize = 128;
-/// Positions are 32-bit in the kernels, and a tile may reach past the last.
-const SEQUENCE_MAX: usize = 1 << 30;
+/// Tiles of at least 32 rows go along a side of the grid.
+const SEQUENCE_MAX: usize = 32 * GRID_SIDE_MAX;
 /// Elements of a joint row: a tile's rows are reached by 32-bit offsets.
 const ROW_MAX: usize = 1 << 23;
 /// Blocks along the second and third side of a grid.
 const GRID_SIDE_MAX: usize = 65_535;
+/// Heads of any sample that start together, each with its longest tile. Enough to fill a GPU, few enough for
+/// their keys and values to stay in its cache.
+const SECTION: usize = 32;
 
 /// `flash::Shape` of flash.cu.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct ShapeParameter {
+    samples: i32,
     sequence: i32,
     heads: i32,
     kv_heads: i32,
@@ -41,6 +45,7 @@ impl ShapeParameter {
         let whole = |tensor: &&Tensor| (tensor.address() as usize).is_multiple_of(16);
         let vectors = shape.head_size.is_multiple_of(8) && tensors.iter().all(whole);
         ShapeParameter {
+            samples: shape.samples as i32,
             sequence: shape.sequence as i32,
             heads: shape.heads as i32,
             kv_heads: shape.kv_heads as i32,
@@ -110,11 +115,6 @@ static DELTA: [&str; 2] = names!("delta", "");
 /// Lanes that make one row's delta together.
 const DELTA_LANES: usize = 8;
 
-/// All kernels of flash.cu.
-pub(super) fn names() -> impl Iterator<Item = &'static &'static str> {
-    FORWARD.iter().chain(&QUERY).chain(&KEY_VALUE).flat_map(|kernel| &kernel.names).chain(&DELTA)
-}
-
 /// Tiles in flight: FLASH_STAGES of flash.cu.
 fn stages(facts: &GpuFacts) -> usize {
     if facts.capability >= (8, 0) { 2 } else { 1 }
@@ -177,7 +177,7 @@ fn serves(facts: &GpuFacts, element: Element, shape: &AttentionShape) -> bool {
         && (1..=SIZE_MAX).contains(&shape.head_size)
         && shape.sequence <= SEQUENCE_MAX
         && shape.qkv_width() <= ROW_MAX
-        && shape.heads.max(shape.samples) <= GRID_SIDE_MAX
+        && (shape.heads * shape.samples).div_ceil(SECTION) <= GRID_SIDE_MAX
         // The highest score is looked for before it is scaled.
         && shape.scale > 0.0
         && shape.scale.is_finite()
@@ -191,7 +191,10 @@ impl Kernel {
     }
 
     fn grid(&self, shape: &AttentionShape, heads: usize, shared_bytes: usize) -> Grid {
-        let blocks = [shape.sequence.div_ceil(self.rows()), heads, shape.samples];
+        let all = heads * shape.samples;
+        let section = all.min(SECTION);
+        let sections = if all == 0 { 0 } else { all.div_ceil(section) };
+        let blocks = [section, shape.sequence.div_ceil(self.rows()), sections];
         Grid { blocks, threads: [32 * self.warps, 1], shared_bytes }
     }
 }
@@ -322,57 +325,11 @@ mod tests {
         gpu.as_ref()
     }
 
-    fn to_bits(element: Element, value: f32) -> u16 {
-        match element {
-            Element::Bf16 => {
-                let bits = value.to_bits();
-                ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
-            }
-            Element::F16 => {
-                let sign = (value.to_bits() >> 16 & 0x8000) as u16;
-                // In units of the last place: those of subnormal numbers are the smallest there are.
-                let exponent = value.abs().log2().floor().clamp(-14.0, 16.0) as i32;
-                let units = (value.abs() * (10.0 - exponent as f32).exp2()).round_ties_even() as u16;
-                assert!(exponent < 16, "{value} is no half");
-                sign | ((((exponent + 14) as u16) << 10) + units)
-            }
-            Element::F32 => unreachable!("elements of two bytes"),
-        }
-    }
-
-    fn to_value(element: Element, bits: u16) -> f64 {
-        let exponent = i32::from(bits >> 10 & 31);
-        match element {
-            Element::Bf16 => f64::from(f32::from_bits(u32::from(bits) << 16)),
-            Element::F16 if exponent == 31 => f64::NAN,
-            Element::F16 => {
-                let sign = if bits >> 15 == 1 { -1.0 } else { 1.0 };
-                let units = i32::from(bits & 1023) + if exponent > 0 { 1024 } else { 0 };
-                sign * f64::from(units) * f64::from(exponent.max(1) - 25).exp2()
-            }
-            Element::F32 => unreachable!("elements of two bytes"),
-        }
-    }
-
-    #[test]
-    fn halves_come_back_as_they_went() {
-        for bits in 0..=u16::MAX {
-            for element in [Element::Bf16, Element::F16] {
-                let value = to_value(element, bits);
-                if value.is_finite() {
-                    assert_eq!(to_bits(element, value as f32), bits, "{element:?} {value}");
-                }
-            }
-        }
-        // Halfway between two halves, the even one.
-        assert_eq!((to_bits(Element::F16, 2049.0), to_bits(Element::F16, 2051.0)), (0x6800, 0x6802));
-    }
-
     /// Random halves of deviation 1.
     fn halves(element: Element, key: u64, elements: usize) -> Vec<u16> {
         let mut values = vec![0.0; elements];
         fill_normal(&mut values, key, 0, 1.0);
-        values.into_iter().map(|value| to_bits(element, value)).collect()
+        values.into_iter().map(|value| element.encode(value)).collect()
     }
 
     fn upload(gpu: &CudaDevice, element: Element, bits: &[u16]) -> Tensor {
@@ -418,7 +375,7 @@ mod tests {
             // 20 is no whole number of 16-byte chunks.
             let head_size = pick("head_size", &[64, 64, 80, 96, 128, 128, 40, 20]);
             let shape = AttentionShape {
-                samples: pick("samples", &[1, 2]),
+                samples: pick("samples", &[1, 2, 4]),
                 sequence: pick("sequence", &[1, 2, 17, 31, 63, 64, 65, 127, 128, 130, 193, 257, 300]),
                 heads: kv_heads * pick("group", &[1, 2, 4]),
                 kv_heads,
@@ -473,7 +430,7 @@ mod tests {
             let (width, out_width, scale) =
                 (self.shape.qkv_width(), self.shape.query_width(), f64::from(scale));
             let values = |bits: &[u16]| -> Vec<f64> {
-                bits.iter().map(|bits| to_value(self.element, *bits)).collect()
+                bits.iter().map(|bits| f64::from(self.element.decode(*bits))).collect()
             };
             let (qkv, out_gradient) = (values(&self.qkv), values(&self.out_gradient));
             let mut out = vec![0.0; out_gradient.len()];
@@ -545,7 +502,7 @@ mod tests {
             let (out, gradient, logsumexp) = self.run(gpu);
             let (expected_out, expected_gradient, expected_logsumexp) = self.reference();
             let values = |bits: &[u16]| -> Vec<f64> {
-                bits.iter().map(|bits| to_value(self.element, *bits)).collect()
+                bits.iter().map(|bits| f64::from(self.element.decode(*bits))).collect()
             };
             let shape = &self.shape;
             let (width, size) = (shape.qkv_width(), shape.head_size);
@@ -599,7 +556,8 @@ mod tests {
             let case = Case { causal: true, ..Case::random(fold(key_of("cpu"), seed), Element::F16) };
             let (shape, site) = (case.shape, case.site);
             let tensor = |bits: &[u16]| {
-                let values: Vec<f32> = bits.iter().map(|bits| to_value(case.element, *bits) as f32).collect();
+                let values: Vec<f32> =
+                    bits.iter().map(|bits| f64::from(case.element.decode(*bits)) as f32).collect();
                 Tensor::from_floats(cpu.arena(), "a test", &values).unwrap()
             };
             let (qkv, out_gradient) = (tensor(&case.qkv), tensor(&case.out_gradient));

@@ -4,13 +4,12 @@
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::{DriverError, result, sys};
+use cudarc::driver::{result, sys};
 
-use super::compile::Image;
+use super::compile::{Image, Unit};
 use super::context::{Context, failed};
-use super::flash;
 use crate::device::{DropoutSite, Result};
 use crate::tensor::{Element, Tensor};
 
@@ -19,61 +18,15 @@ pub(super) const THREADS: usize = 256;
 /// AHEAD of elementwise.cu.
 const AHEAD: usize = 2;
 
-/// Kernels for each kind of element: `name_f32`, `name_bf16` and `name_f16`.
-const TYPED: &[&str] = &[
-    "gelu",
-    "gelu_backward",
-    "gelu_slope",
-    "swiglu",
-    "swiglu_backward",
-    "rotary",
-    "dropout",
-    "convert",
-    "norm",
-    "norm_wide",
-    "norm_backward",
-    "norm_backward_wide",
-    "column_sums",
-    "embed",
-    "token_sums",
-    "position_gradient",
-    "cross_entropy",
-    "prefill",
-    "attention_16_256",
-    "attention_delta",
-    "query_gradient_16_256",
-    "key_value_gradient_16_256",
-];
-
-/// Kernels for f32 alone: others serve elements of two bytes there.
-const FLOATS: &[&str] = &[
-    "attention_64_64",
-    "attention_32_128",
-    "query_gradient_32_64",
-    "query_gradient_32_128",
-    "query_gradient_16_128",
-    "key_value_gradient_32_64",
-    "key_value_gradient_32_128",
-    "key_value_gradient_16_128",
-];
-
-/// Kernels that there are once.
-const KERNELS: &[&str] = &[
-    "set_scalar",
-    "add_rows",
-    "sort_count",
-    "sort_move",
-    "token_starts",
-    "add_token_parts",
-    "add_losses",
-    "squares",
-    "add_parts",
-    "adamw",
-    "sgd",
-];
-
-const ELEMENTS: [(Element, &str); 3] =
-    [(Element::F32, "f32"), (Element::Bf16, "bf16"), (Element::F16, "f16")];
+/// How a kernel is called that there is for each kind of element: `name_f32`, `name_bf16`, `name_f16`.
+fn symbol(name: &str, element: Option<Element>) -> String {
+    match element {
+        None => name.into(),
+        Some(Element::F32) => format!("{name}_f32"),
+        Some(Element::Bf16) => format!("{name}_bf16"),
+        Some(Element::F16) => format!("{name}_f16"),
+    }
+}
 
 /// Whether a kernel may ask for more shared memory than every kernel gets.
 fn takes_much_shared(name: &str) -> bool {
@@ -184,76 +137,84 @@ impl Grid {
     }
 }
 
-/// The kernels, loaded on one device.
+/// The kernels, loaded on one device: those that every training step uses at once, others when first asked
+/// for, because compiling them takes a while and most runs never do.
 pub(super) struct Kernels {
     context: Arc<Context>,
-    modules: Vec<sys::CUmodule>,
+    capability: (i32, i32),
+    shared_bytes: usize,
+    loaded: Mutex<Loaded>,
+}
+
+#[derive(Default)]
+struct Loaded {
+    modules: HashMap<Unit, sys::CUmodule>,
     functions: HashMap<(&'static str, Option<Element>), sys::CUfunction>,
 }
 
 // SAFETY: handles of the driver, which may be used from any thread.
-unsafe impl Send for Kernels {}
-// SAFETY: as above.
-unsafe impl Sync for Kernels {}
+unsafe impl Send for Loaded {}
 
 impl Kernels {
-    /// Loads the kernels; machine code from the disk that does not load is compiled again.
     pub(super) fn load(
         context: Arc<Context>,
         capability: (i32, i32),
         shared_bytes: usize,
     ) -> Result<Kernels> {
-        context.enter()?;
+        // From the first module on, dropping unloads what is there.
+        let kernels = Kernels { context, capability, shared_bytes, loaded: Mutex::default() };
+        kernels.load_units(&mut kernels.loaded(), &Unit::FIRST)?;
+        Ok(kernels)
+    }
+
+    fn loaded(&self) -> MutexGuard<'_, Loaded> {
+        // Modules and functions are inserted whole or not at all.
+        self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Loads units; machine code from the disk that does not load is compiled again.
+    fn load_units(&self, loaded: &mut Loaded, units: &[Unit]) -> Result {
+        self.context.enter()?;
         let load = |image: &Image| {
             // SAFETY: the image is machine code, or PTX with its final zero, made by the compiler.
             unsafe { result::module::load_data(image.bytes.as_ptr().cast()) }
-                .map_err(|error| failed(context.name(), "cuModuleLoadData", error))
+                .map_err(|error| failed(self.context.name(), "cuModuleLoadData", error))
         };
-        // From the first module on, dropping unloads what is there.
-        let mut kernels =
-            Kernels { context: context.clone(), modules: Vec::new(), functions: HashMap::new() };
-        for image in Image::all(capability)? {
+        for image in Image::all(self.capability, units)? {
             let module = match load(&image) {
                 Err(_) if image.cached => load(&image.fresh()?)?,
                 loaded => loaded?,
             };
-            kernels.modules.push(module);
+            loaded.modules.insert(image.unit, module);
         }
-        for name in KERNELS.iter().chain(flash::names()) {
-            kernels.find(name, None, (*name).into(), shared_bytes)?;
-        }
-        for name in FLOATS {
-            kernels.find(name, Some(Element::F32), format!("{name}_f32"), shared_bytes)?;
-        }
-        for (name, (element, suffix)) in TYPED.iter().flat_map(|name| ELEMENTS.map(|of| (name, of))) {
-            kernels.find(name, Some(element), format!("{name}_{suffix}"), shared_bytes)?;
-        }
-        Ok(kernels)
+        Ok(())
     }
 
-    /// Looks a kernel up by its name in the module, and lets it have the shared memory it may ask for.
-    fn find(
-        &mut self,
-        name: &'static str,
-        element: Option<Element>,
-        symbol: String,
-        shared_bytes: usize,
-    ) -> Result {
+    /// A kernel by name, looked up once.
+    fn function(&self, name: &'static str, element: Option<Element>) -> Result<sys::CUfunction> {
+        let mut loaded = self.loaded();
+        if let Some(function) = loaded.functions.get(&(name, element)) {
+            return Ok(*function);
+        }
+        let symbol = symbol(name, element);
+        let unit = Unit::of(&symbol);
+        if !loaded.modules.contains_key(&unit) {
+            self.load_units(&mut loaded, &[unit])?;
+        }
+        let function = self.find(loaded.modules[&unit], name, symbol)?;
+        loaded.functions.insert((name, element), function);
+        Ok(function)
+    }
+
+    /// Looks a kernel up in its module, and lets it have the shared memory it may ask for.
+    fn find(&self, module: sys::CUmodule, name: &str, symbol: String) -> Result<sys::CUfunction> {
         use sys::CUfunction_attribute as Attribute;
         let device = self.context.name();
         let refused = |call| move |error| failed(device, call, error);
         let symbol = CString::new(symbol).expect("a kernel's name has no zero byte");
-        let look_up = |module: &sys::CUmodule| {
-            // SAFETY: the module is loaded.
-            unsafe { result::module::get_function(*module, symbol.clone()) }
-        };
-        let found = self
-            .modules
-            .iter()
-            .map(look_up)
-            .find(|found| !matches!(found, Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NOT_FOUND));
-        let missing = || Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_FOUND));
-        let function = found.unwrap_or_else(missing).map_err(refused("cuModuleGetFunction"))?;
+        // SAFETY: the module is loaded.
+        let function = unsafe { result::module::get_function(module, symbol) }
+            .map_err(refused("cuModuleGetFunction"))?;
         if takes_much_shared(name) {
             let fixed = Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
             let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -262,14 +223,13 @@ impl Kernels {
             let fixed_bytes = unsafe { result::function::get_function_attribute(function, fixed) }
                 .map_err(refused("cuFuncGetAttribute"))?;
             // As much as there is, and no cache in its place: two blocks of the loss fit only so.
-            for (attribute, value) in [(most, shared_bytes as i32 - fixed_bytes), (share, 100)] {
+            for (attribute, value) in [(most, self.shared_bytes as i32 - fixed_bytes), (share, 100)] {
                 // SAFETY: as above.
                 unsafe { result::function::set_function_attribute(function, attribute, value) }
                     .map_err(refused("cuFuncSetAttribute"))?;
             }
         }
-        self.functions.insert((name, element), function);
-        Ok(())
+        Ok(function)
     }
 
     /// Starts a kernel on the stream.
@@ -315,7 +275,7 @@ impl Kernels {
             return Ok(());
         }
         self.context.enter()?;
-        let function = self.functions[&(name, element)];
+        let function = self.function(name, element)?;
         let [x, y, z] = grid.blocks.map(|blocks| u32::try_from(blocks).expect("a grid of 32 bits"));
         let [width, height] = grid.threads.map(|threads| threads as u32);
         let parameters = parameters.as_mut_ptr();
@@ -342,7 +302,7 @@ impl Kernels {
 impl Drop for Kernels {
     fn drop(&mut self) {
         let _ = self.context.wait();
-        for module in &self.modules {
+        for module in self.loaded().modules.values() {
             // SAFETY: loaded in `load`; no kernel of it runs any more.
             let _ = unsafe { result::module::unload(*module) };
         }

@@ -223,7 +223,7 @@ fn model(name: &str) -> Result<DecoderConfig> {
     let Some(shape) = name.strip_prefix("gpt2:") else { return presets::preset(name).ok_or_else(unknown) };
     let numbers: Vec<usize> = shape.split(',').filter_map(|number| number.parse().ok()).collect();
     match numbers[..] {
-        [width, layers, heads, vocabulary] if heads > 0 && width % heads == 0 && width * vocabulary > 0 => {
+        [width, layers, heads, vocabulary] if heads > 0 && width.is_multiple_of(heads) && width * vocabulary > 0 => {
             Ok(presets::gpt2(vocabulary, width, layers, heads, 1 << 20))
         }
         _ => Err(unknown()),

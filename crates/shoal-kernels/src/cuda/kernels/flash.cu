@@ -22,7 +22,7 @@ typedef unsigned short u16;
 #endif
 
 struct Shape {
-    int sequence, heads, kv_heads, size;
+    int samples, sequence, heads, kv_heads, size;
     float scale;
     int causal;
     // All rows begin on 16 bytes.
@@ -162,10 +162,10 @@ FLASH_INLINE Rows out_rows(const Shape &shape, const u16 *out, i64 sample, int h
 // The order of a row's 16-byte chunks is turned row by row: eight rows at one chunk, as a matrix is read
 // and as sums are written, lie in eight different groups of banks. Rows of 96 already alternate between
 // two halves of the banks.
-template <int WIDTH> FLASH_INLINE int turn(int row) { return WIDTH % 64 == 0 ? row % 8 : row / 2 % 4; }
+template <int WIDTH> FLASH_INLINE int turned(int row) { return WIDTH % 64 == 0 ? row % 8 : row / 2 % 4; }
 
 template <int WIDTH> FLASH_INLINE int place(int row, int chunk) {
-    return 2 * WIDTH * row + 16 * (chunk ^ turn<WIDTH>(row));
+    return 2 * WIDTH * row + 16 * (chunk ^ turned<WIDTH>(row));
 }
 
 // This lane's address of the 16 x 16 elements at a tile's start, so that the four matrices come in the order
@@ -362,9 +362,28 @@ FLASH_INLINE float quad_max(float value) {
     return fmaxf(value, __shfl_xor_sync(ALL_LANES, value, 2));
 }
 
+// A number that all lanes have. Taken from one of them, the compiler knows, and keeps what is made of it out
+// of the lanes' registers.
+FLASH_INLINE int uniform(int value) { return __shfl_sync(ALL_LANES, value, 0); }
+
 // Keys that a query sees.
 FLASH_INLINE int seen_keys(const Shape &shape, int query) {
     return shape.causal ? min(shape.sequence, query + 1) : shape.sequence;
+}
+
+// A block's head, and whether there is one. A grid is a section of heads, then tiles, then sections: all heads
+// of a section start with the tile that has most work, so that short ones are left for the end, and the
+// blocks that share a head's rows run close to each other.
+struct Turn {
+    int head, sample;
+    bool exists;
+};
+
+FLASH_INLINE Turn own_turn(const Shape &shape, int heads) {
+    int index = blockIdx.x + gridDim.x * blockIdx.z;
+    int sample = uniform(index / heads);
+    Turn turn = {index - heads * sample, sample, sample < shape.samples};
+    return turn;
 }
 
 extern __shared__ __align__(256) char tiles[];
@@ -377,11 +396,13 @@ FLASH_INLINE void attend(const Shape &shape, const Dropout &site, const u16 *qkv
     constexpr int M = 2, BLOCK_WARPS = 4, QUERIES = 16 * M * BLOCK_WARPS, KEYS = 64, N = KEYS / 8, BLOCK_THREADS = 32 * BLOCK_WARPS;
     // Registers for the queries are left where heads are narrow.
     constexpr int HELD = WIDTH <= 64 ? WIDTH / 16 : 0;
-    int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * M;
+    int lane = threadIdx.x % 32, warp_row = uniform(threadIdx.x / 32) * 16 * M;
+    Turn turn = own_turn(shape, shape.heads);
+    if (!turn.exists) return;
     // Late queries see most keys: they start first.
-    int first = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES;
-    i64 sample = blockIdx.z;
-    int head = blockIdx.y, kv_head = head / (shape.heads / shape.kv_heads);
+    int first = (int)(gridDim.y - 1 - blockIdx.y) * QUERIES;
+    i64 sample = turn.sample;
+    int head = turn.head, kv_head = uniform(head / (shape.heads / shape.kv_heads));
     Rows keys = qkv_rows(shape, qkv, sample, shape.heads + kv_head);
     Rows values = qkv_rows(shape, qkv, sample, shape.heads + shape.kv_heads + kv_head);
     char *own_tile = tiles + 2 * WIDTH * warp_row;
@@ -556,10 +577,12 @@ FLASH_INLINE void query_gradient(const Shape &shape, const Dropout &site, const 
                                  const float *logsumexp, const u16 *out_gradient, const float *delta,
                                  u16 *qkv_gradient) {
     constexpr int QUERIES = 16 * M * BLOCK_WARPS, N = KEYS / 8, BLOCK_THREADS = 32 * BLOCK_WARPS, TILE = 2 * WIDTH * KEYS;
-    int warp_row = threadIdx.x / 32 * 16 * M;
-    int first = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES;
-    i64 sample = blockIdx.z;
-    int head = blockIdx.y, kv_head = head / (shape.heads / shape.kv_heads);
+    int warp_row = uniform(threadIdx.x / 32) * 16 * M;
+    Turn turn = own_turn(shape, shape.heads);
+    if (!turn.exists) return;
+    int first = (int)(gridDim.y - 1 - blockIdx.y) * QUERIES;
+    i64 sample = turn.sample;
+    int head = turn.head, kv_head = uniform(head / (shape.heads / shape.kv_heads));
     Rows keys = qkv_rows(shape, qkv, sample, shape.heads + kv_head);
     Rows values = qkv_rows(shape, qkv, sample, shape.heads + shape.kv_heads + kv_head);
     char *own_tile = tiles + 2 * WIDTH * warp_row;
@@ -635,11 +658,13 @@ FLASH_INLINE void key_value_gradient(const Shape &shape, const Dropout &site, co
     constexpr int KEYS = 16 * M * BLOCK_WARPS, N = QUERIES / 8, BLOCK_THREADS = 32 * BLOCK_WARPS, TILE = 2 * WIDTH * QUERIES;
     static_assert(QUERIES <= BLOCK_THREADS, "a thread copies one query's numbers");
     static_assert(N <= 8, "32 bits say what is kept");
-    int warp_row = threadIdx.x / 32 * 16 * M;
+    int warp_row = uniform(threadIdx.x / 32) * 16 * M;
+    Turn turn = own_turn(shape, shape.kv_heads);
+    if (!turn.exists) return;
     // Early keys are seen by most queries: they start first.
-    int first = (int)blockIdx.x * KEYS;
-    i64 sample = blockIdx.z;
-    int kv_head = blockIdx.y, group = shape.heads / shape.kv_heads;
+    int first = (int)blockIdx.y * KEYS;
+    i64 sample = turn.sample;
+    int kv_head = turn.head, group = shape.heads / shape.kv_heads;
     int key_index = shape.heads + kv_head, value_index = key_index + shape.kv_heads;
     char *own_keys = tiles + 2 * WIDTH * warp_row, *own_values = own_keys + 2 * WIDTH * KEYS;
     char *streamed = tiles + 4 * WIDTH * KEYS;
