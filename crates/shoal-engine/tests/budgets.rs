@@ -54,7 +54,7 @@ impl Case {
     }
 
     fn config(self) -> DecoderConfig {
-        let heads = self.pick(0, &[1, 2, 3, 4]);
+        let heads: usize = self.pick(0, &[1, 2, 3, 4]);
         let kv_heads = if heads.is_multiple_of(2) { self.pick(1, &[heads, heads / 2]) } else { heads };
         let width = heads * self.pick(2, &[2, 8, 16, 20, 64, 80]);
         let layers = self.pick(3, &[1, 2]);
