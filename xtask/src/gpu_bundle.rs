@@ -12,18 +12,19 @@ use crate::root;
 const BYTES_MAX: u64 = 64 << 20;
 
 /// Name in the bundle, and what cargo builds it from.
-const TESTS: [(&str, &[&str]); 4] = [
+const TESTS: [(&str, &[&str]); 5] = [
     ("kernels-cuda", &["--package", "shoal-kernels", "--test", "cuda"]),
     ("kernels-unit", &["--package", "shoal-kernels", "--lib"]),
     ("goldens", &["--package", "shoal-engine", "--test", "goldens"]),
     ("budgets", &["--package", "shoal-engine", "--test", "budgets"]),
+    ("jobs", &["--package", "shoal", "--test", "gpu"]),
 ];
 
 /// Runs every test, each to its end, and says how many failed.
 const SCRIPT: &str = r#"#!/bin/sh
 # Runs the GPU tests of this bundle and prints a summary. Arguments go to every test binary.
 cd "$(dirname "$0")" || exit 1
-export SHOAL_GOLDENS="$PWD/golden"
+export SHOAL_GOLDENS="$PWD/golden" SHOAL_BINARY="$PWD/shoal"
 failed=""
 run() {
     name="$1"; shift
@@ -35,6 +36,7 @@ run kernels ./kernels-cuda --nocapture "$@"
 run units ./kernels-unit cuda --nocapture
 run goldens ./goldens on_a_gpu --nocapture
 run budgets ./budgets on_a_gpu --nocapture
+run jobs ./jobs --nocapture
 for precision in fp32 tf32 bf16 fp16; do
     run "verify $precision" ./shoal verify --device cuda --precision $precision golden/*
 done

@@ -4,12 +4,26 @@
 use shoal_kernels::random::{fill_normal, fold, key_of};
 use shoal_model::{Chain, Init, TensorSpec};
 
+/// Numbers that are worth a thread of their own.
+const PART_MIN: usize = 1 << 18;
+
 /// Writes elements `first..` of a tensor's initial values.
 pub fn fill(spec: &TensorSpec, seed: u64, first: u64, out: &mut [f32]) {
     match spec.init {
         Init::Zeros => out.fill(0.0),
         Init::Ones => out.fill(1.0),
-        Init::Normal(deviation) => fill_normal(out, fold(seed, key_of(&spec.name)), first, deviation),
+        Init::Normal(deviation) => {
+            let key = fold(seed, key_of(&spec.name));
+            // Each number is a function of its place, so any threads may draw any part.
+            let threads = std::thread::available_parallelism().map_or(1, usize::from);
+            let part = out.len().div_ceil(threads).max(PART_MIN);
+            std::thread::scope(|scope| {
+                for (index, out) in out.chunks_mut(part).enumerate() {
+                    let first = first + (index * part) as u64;
+                    scope.spawn(move || fill_normal(out, key, first, deviation));
+                }
+            });
+        }
     }
 }
 

@@ -58,12 +58,18 @@ pub struct Options {
     /// The peer runs without torch.compile
     #[arg(long)]
     eager: bool,
+    /// Only kernels that give the same bits every time
+    #[arg(long)]
+    deterministic: bool,
     /// Where a step's time goes on a GPU: milliseconds by kernel
     #[arg(long)]
     profile: bool,
     #[arg(long)]
     json: bool,
 }
+
+/// Steps before anything is measured.
+const WARM_UP_STEPS: usize = 3;
 
 /// Random tokens; the target is the next one.
 struct RandomTokens {
@@ -124,7 +130,7 @@ impl Ours {
         };
         let wanted = Preferences { micro_batch: options.micro_batch, ..Preferences::default() };
         let planned = plan_one_device(&chain, shape, &device.offer(), wanted)?;
-        let opened = device.open(precision)?;
+        let opened = device.open(precision, options.deterministic)?;
         let mut state = ModelState::allocate(&*opened, &chain, sequence, precision, Some(&optimizer))?;
         state.fill(&*opened, &chain, |spec, out| {
             init::fill(spec, 0, 0, out);
@@ -185,12 +191,15 @@ impl Peer {
         }
     }
 
-    fn train(&mut self, steps: usize) -> Result<(f64, f64)> {
+    fn ask(&mut self, steps: usize) {
         let written = self.child.stdin.as_mut().map(|stdin| writeln!(stdin, "{steps}"));
         // A peer that ended is told by the answer that does not come.
         drop(written);
-        let numbers = self.numbers()?;
-        Ok((numbers[0], numbers.get(1).copied().unwrap_or(f64::NAN)))
+    }
+
+    /// Seconds that the steps last asked for took.
+    fn answer(&mut self) -> Result<f64> {
+        Ok(self.numbers()?[0])
     }
 
     /// Ends the process; the most memory it had.
@@ -223,7 +232,9 @@ fn model(name: &str) -> Result<DecoderConfig> {
     let Some(shape) = name.strip_prefix("gpt2:") else { return presets::preset(name).ok_or_else(unknown) };
     let numbers: Vec<usize> = shape.split(',').filter_map(|number| number.parse().ok()).collect();
     match numbers[..] {
-        [width, layers, heads, vocabulary] if heads > 0 && width.is_multiple_of(heads) && width * vocabulary > 0 => {
+        [width, layers, heads, vocabulary]
+            if heads > 0 && width.is_multiple_of(heads) && width * vocabulary > 0 =>
+        {
             Ok(presets::gpt2(vocabulary, width, layers, heads, 1 << 20))
         }
         _ => Err(unknown()),
@@ -265,9 +276,7 @@ pub fn run(options: Options) -> Result {
     };
     let device = LocalDevice::choose(choice, memory, options.threads)?;
     device.assert_computes(precision)?;
-    let before = machine::resident_peak_bytes().unwrap_or(0);
-    let mut ours = Ours::new(&config, &options, precision, &device)?;
-    let mut peer = options.peer.as_deref().map(|python| {
+    let start_peer = |python: &str| -> Result<Peer> {
         let job = json!({
             "config": hugging_face::write(&config, None), "batch": options.batch,
             "sequence": options.sequence, "precision": precision.name(), "threads": device.threads,
@@ -275,22 +284,28 @@ pub fn run(options: Options) -> Result {
             // Compiling for a processor needs a C++ compiler and gains little there.
             "compile": device.gpu.is_some() && !options.eager,
         });
-        Peer::start(python, &job)
-    });
-    // The first step pays for memory and warm-up; the next say how many fill a round.
-    ours.train(2)?;
-    let steps = (options.seconds / (ours.train(2)?.0 / 2.0)).ceil().max(1.0) as usize;
-    let mut peer = peer.take().transpose()?;
+        let mut peer = Peer::start(python, &job)?;
+        // Its first steps compile, which takes long: it begins while we make our model.
+        peer.ask(WARM_UP_STEPS);
+        Ok(peer)
+    };
+    let mut peer = options.peer.as_deref().map(start_peer).transpose()?;
+    let before = machine::resident_peak_bytes().unwrap_or(0);
+    let mut ours = Ours::new(&config, &options, precision, &device)?;
+    // The first steps pay for memory and warm-up.
+    ours.train(WARM_UP_STEPS)?;
     if let Some(peer) = &mut peer {
-        peer.train(3)?;
+        peer.answer()?;
     }
+    let steps = (options.seconds / (ours.train(2)?.0 / 2.0)).ceil().max(1.0) as usize;
     let tokens = (steps * options.batch * options.sequence) as f64;
     let (mut our_rates, mut their_rates, mut loss) = (Vec::new(), Vec::new(), f64::NAN);
     for _ in 0..options.rounds {
         let (seconds, last) = ours.train(steps)?;
         (loss, _) = (last, our_rates.push(tokens / seconds));
         if let Some(peer) = &mut peer {
-            their_rates.push(tokens / peer.train(steps)?.0);
+            peer.ask(steps);
+            their_rates.push(tokens / peer.answer()?);
         }
     }
     let theirs = match peer {

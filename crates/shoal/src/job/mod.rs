@@ -58,6 +58,8 @@ pub struct Job {
     pub steps: u64,
     pub seed: u64,
     pub precision: Precision,
+    /// Whether the same job must give the same bits on the same GPU.
+    pub deterministic: bool,
     pub optimizer: OptimizerSettings,
     pub schedule: Schedule,
     pub run_folder: PathBuf,
@@ -232,6 +234,7 @@ impl Validator<'_> {
             steps: train.steps,
             seed: train.seed,
             precision,
+            deterministic: train.deterministic,
             optimizer: self.optimizer(train.optimizer)?,
             schedule: self.schedule(train.schedule)?,
             run_folder: join(base, &run_folder),

@@ -44,6 +44,8 @@ pub(super) struct Train {
     #[serde(default = "fp32")]
     pub precision: String,
     #[serde(default)]
+    pub deterministic: bool,
+    #[serde(default)]
     pub optimizer: Optimizer,
     #[serde(default)]
     pub schedule: Schedule,

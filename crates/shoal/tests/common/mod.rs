@@ -78,7 +78,7 @@ impl Folder {
     pub fn start(&self, arguments: &[&str]) -> Running {
         let outputs = TempDir::new().unwrap();
         let file = |name: &str| File::create(outputs.path().join(name)).unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_shoal"))
+        let child = Command::new(binary())
             .args(arguments)
             .current_dir(self.path())
             .stdin(Stdio::null())
@@ -88,6 +88,13 @@ impl Folder {
             .unwrap();
         Running { child, outputs, command: arguments.join(" ") }
     }
+}
+
+/// The binary: cargo's, or where `SHOAL_BINARY` says, for tests that run on another machine than they were
+/// built on.
+fn binary() -> PathBuf {
+    let named = std::env::var_os("SHOAL_BINARY").map(PathBuf::from);
+    named.map_or_else(|| env!("CARGO_BIN_EXE_shoal").into(), |path| fs::canonicalize(path).unwrap())
 }
 
 /// Varied lines of text.
