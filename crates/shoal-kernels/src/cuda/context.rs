@@ -41,11 +41,11 @@ pub struct GpuFacts {
 }
 
 impl GpuFacts {
-    /// Whether layers can compute with elements of this kind: whether it has units for their products.
+    /// Whether layers can compute with elements of this kind: whether there are products of them.
     pub fn computes(&self, element: Element) -> bool {
         match element {
             Element::F32 => true,
-            Element::F16 => self.capability >= (7, 0),
+            Element::F16 => self.capability >= (6, 0),
             Element::Bf16 => self.capability >= (8, 0),
         }
     }

@@ -40,6 +40,20 @@ TYPED(embed,
 #define DIGIT_BITS 8
 #define DIGITS (1 << DIGIT_BITS)
 
+// The lanes that hold the same digit, or the one past all digits.
+__device__ __forceinline__ u32 lanes_with(u32 digit) {
+#if __CUDA_ARCH__ >= 700
+    return __match_any_sync(ALL_LANES, digit);
+#else
+    u32 same = ALL_LANES;
+    for (u32 bit = 1; bit <= DIGITS; bit *= 2) {
+        u32 set = __ballot_sync(ALL_LANES, (digit & bit) != 0);
+        same &= digit & bit ? set : ~set;
+    }
+    return same;
+#endif
+}
+
 // What is sorted: positions, by the tokens there. `order` is null before the first round.
 struct Sorted {
     const int *tokens;
@@ -107,7 +121,7 @@ KERNEL __launch_bounds__(DIGITS) sort_move(Sorted of, int shift, u32 tile, const
         return of.key(position) >> shift & (DIGITS - 1);
     };
     for (u32 first = begin; first < end; first += 32) {
-        u32 position = 0, own = digit_at(first + lane, position), same = __match_any_sync(ALL_LANES, own);
+        u32 position = 0, own = digit_at(first + lane, position), same = lanes_with(own);
         if (own < DIGITS && __ffs(same) - 1 == lane) next[warp][own] += __popc(same);
         __syncwarp();
     }
@@ -119,7 +133,7 @@ KERNEL __launch_bounds__(DIGITS) sort_move(Sorted of, int shift, u32 tile, const
     }
     __syncthreads();
     for (u32 first = begin; first < end; first += 32) {
-        u32 position = 0, own = digit_at(first + lane, position), same = __match_any_sync(ALL_LANES, own);
+        u32 position = 0, own = digit_at(first + lane, position), same = lanes_with(own);
         u32 place = own < DIGITS ? next[warp][own] + __popc(same & ((1u << lane) - 1)) : 0;
         __syncwarp();
         if (own < DIGITS && __ffs(same) - 1 == lane) next[warp][own] += __popc(same);
