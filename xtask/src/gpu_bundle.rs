@@ -84,7 +84,10 @@ fn executable(arguments: &[&str]) -> Result<PathBuf, String> {
         return Err(format!("cargo {}: {}", arguments.join(" "), output.status));
     }
     let text = String::from_utf8_lossy(&output.stdout);
-    let found = text.lines().filter_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'));
+    // Tests of a binary build the binary as well.
+    let wanted = format!("\"test\":{}", arguments[0] == "test");
+    let ours = text.lines().filter(|line| line.contains(&wanted));
+    let found = ours.filter_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'));
     found
         .map(|(path, _)| PathBuf::from(path))
         .next_back()

@@ -128,7 +128,8 @@ impl Image {
     }
 }
 
-fn cache_folder() -> Option<PathBuf> {
+/// Where what was made for this machine is kept.
+pub(super) fn cache_folder() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let caches = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
     Some(caches.join("shoal"))

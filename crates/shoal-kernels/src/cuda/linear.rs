@@ -54,7 +54,16 @@ impl CudaDevice {
         b: Factor,
     ) -> Result {
         let addend = accumulate.then_some((out.at, out.stride));
-        let product = Product { shape, a, b, addend, out, epilogue: Epilogue::Plain, tf32: self.tf32 };
+        let product = Product {
+            shape,
+            a,
+            b,
+            addend,
+            out,
+            epilogue: Epilogue::Plain,
+            tf32: self.tf32,
+            fastest: !self.deterministic,
+        };
         // SAFETY: by this function's contract.
         match unsafe { self.product(&product) }? {
             true => Ok(()),
@@ -83,7 +92,18 @@ impl CudaDevice {
         let addend = residual.map(|residual| (residual.at(0), out.cols));
         let epilogue = bias.map_or(Epilogue::Plain, |bias| Epilogue::Bias(bias.at(0)));
         // SAFETY: `Mat` and `MatMut` lie inside their tensors; the shapes are asserted.
-        if unsafe { self.product(&Product { shape, a, b, addend, out: to, epilogue, tf32: self.tf32 }) }? {
+        if unsafe {
+            self.product(&Product {
+                shape,
+                a,
+                b,
+                addend,
+                out: to,
+                epilogue,
+                tf32: self.tf32,
+                fastest: !self.deterministic,
+            })
+        }? {
             return Ok(());
         }
         // The product adds onto what the output already holds, so bias and residual cost one writing pass.
@@ -118,7 +138,16 @@ impl CudaDevice {
             let epilogue = Epilogue::Gelu { bias, before: before.at(0), before_stride: shape.1 };
             let to = Output { at: out.at(0), element, stride: shape.1 };
             let (a, b) = (factor(x), weight_factor(weight));
-            let product = Product { shape, a, b, addend: None, out: to, epilogue, tf32: self.tf32 };
+            let product = Product {
+                shape,
+                a,
+                b,
+                addend: None,
+                out: to,
+                epilogue,
+                tf32: self.tf32,
+                fastest: !self.deterministic,
+            };
             // SAFETY: as in `linear_forward`.
             if unsafe { self.product(&product) }? {
                 return Ok(());
@@ -144,7 +173,16 @@ impl CudaDevice {
                 Epilogue::GeluBackward { before: before.at(0), before_stride: shape.1, bias_gradient: None };
             let to = Output { at: dx.at(0), element, stride: shape.1 };
             let (a, b) = (factor(dy), transposed(weight_factor(weight)));
-            let product = Product { shape, a, b, addend: None, out: to, epilogue, tf32: self.tf32 };
+            let product = Product {
+                shape,
+                a,
+                b,
+                addend: None,
+                out: to,
+                epilogue,
+                tf32: self.tf32,
+                fastest: !self.deterministic,
+            };
             // SAFETY: as in `linear_forward`.
             if unsafe { self.product(&product) }? {
                 return Ok(());

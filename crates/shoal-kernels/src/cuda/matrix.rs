@@ -2,8 +2,8 @@
 //! way to memory. Our matrices are rows after rows, cuBLASLt's columns after columns: the transposed product
 //! of the transposed matrices is the same memory, and a bias of our columns is one of its rows.
 //!
-//! The library is asked once per kind of product which algorithm to use, and its first answer is kept.
-//! Nothing is timed: the same job must give the same bits.
+//! The library is asked once per kind of product which algorithms it would use. Its first answer is taken, or,
+//! for large products where the caller allows it, the fastest, measured once on this machine ([`Ranks`]).
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -15,8 +15,10 @@ use sys::cublasLtMatmulDescAttributes_t as Attribute;
 use sys::cublasLtMatmulPreferenceAttributes_t as Wish;
 use sys::cublasLtReductionScheme_t as Scheme;
 
+use super::compile::cache_folder;
 use super::context::Context;
 use super::launch::Address;
+use super::ranks::Ranks;
 use crate::device::{DeviceError, Result};
 use crate::tensor::Element;
 
@@ -33,8 +35,15 @@ const EPILOGUE_ALIGNMENT: u64 = 16;
 /// The library takes rows of GELU's input only at multiples of this many elements.
 const BEFORE_STRIDE_UNIT: usize = 8;
 
-/// Algorithms asked for; the first that works is taken.
+/// Algorithms asked for.
 const CANDIDATES: usize = 8;
+
+/// Multiplications from which on another answer than the first is worth looking for.
+const WORTH_MEASURING: usize = 1 << 32;
+/// Runs of a candidate: one to warm up, then so many.
+const MEASURED_RUNS: usize = 3;
+/// How much faster than the first answer another must be: less is noise.
+const CLEARLY_FASTER: f32 = 0.97;
 
 /// A matrix as a product reads it: rows of `stride`, or, transposed, columns of it.
 #[derive(Clone, Copy)]
@@ -87,6 +96,8 @@ pub(super) struct Product {
     pub(super) epilogue: Epilogue,
     /// Rounds fp32 factors to TF32; says nothing to others.
     pub(super) tf32: bool,
+    /// Takes the algorithm that measured fastest, rather than the library's first answer.
+    pub(super) fastest: bool,
 }
 
 /// An epilogue in the library's terms.
@@ -160,7 +171,7 @@ impl Product {
 }
 
 /// All that an algorithm depends on: everything but the addresses, of which only the alignment counts.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     shape: (usize, usize, usize),
     /// Element, stride, transposed.
@@ -171,6 +182,7 @@ struct Key {
     epilogue: Kind,
     before_stride: Option<usize>,
     tf32: bool,
+    fastest: bool,
     workspace_bytes: usize,
     /// Of a, b, the addend, the output, the bias and GELU's input.
     alignments: [u32; 6],
@@ -183,7 +195,7 @@ fn alignment(at: Address) -> u32 {
 
 impl Key {
     fn of(product: &Product, parts: &Parts, workspace_bytes: usize) -> Key {
-        let Product { shape, a, b, addend, out, tf32, .. } = *product;
+        let Product { shape, a, b, addend, out, tf32, fastest, .. } = *product;
         let or_best = |at: Option<Address>| at.map_or(ALIGNMENT_MAX as u32, alignment);
         // Without an addend the library is told the output in its place.
         let added = addend.map_or(out.at, |(at, _)| at);
@@ -197,6 +209,7 @@ impl Key {
             epilogue: parts.kind,
             before_stride: parts.before.map(|(_, stride)| stride),
             tf32,
+            fastest,
             workspace_bytes,
             alignments: [
                 alignment(a.at),
@@ -347,7 +360,8 @@ struct Plan {
     /// Only where it differs from the output's.
     addend: Option<Layout>,
     out: Layout,
-    algorithm: sys::cublasLtMatmulAlgo_t,
+    /// The library's answers, the one to take first.
+    algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
 }
 
 impl Plan {
@@ -391,8 +405,9 @@ impl Plan {
             candidate.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS
                 && candidate.workspaceSize <= key.workspace_bytes
         };
-        let first = found[..count as usize].iter().find(works);
-        Ok(first.map(|first| Plan { description, a, b, addend, out, algorithm: first.algo }))
+        let working = found[..count as usize].iter().filter(works);
+        let algorithms: Vec<_> = working.map(|candidate| candidate.algo).collect();
+        Ok((!algorithms.is_empty()).then_some(Plan { description, a, b, addend, out, algorithms }))
     }
 }
 
@@ -401,6 +416,7 @@ pub(super) struct Blas {
     handle: sys::cublasLtHandle_t,
     /// What each kind of product came to, None where there is no algorithm. A job has some dozens of kinds.
     plans: Mutex<HashMap<Key, Option<Plan>>>,
+    ranks: Mutex<Ranks>,
 }
 
 // SAFETY: the handle may be used from any thread, by several at once.
@@ -416,7 +432,10 @@ impl Blas {
         }
         context.enter()?;
         let handle = check("cublasLtCreate", result::create_handle())?;
-        Ok(Blas { context, handle, plans: Mutex::new(HashMap::new()) })
+        // SAFETY: every version has it.
+        let version = unsafe { sys::cublasLtGetVersion() };
+        let ranks = Mutex::new(Ranks::read(cache_folder(), &context.facts()?.model, version));
+        Ok(Blas { context, handle, plans: Mutex::new(HashMap::new()), ranks })
     }
 
     /// `out[m, n] = epilogue(a[m, k] * b[k, n] (+ addend))`. False, and nothing done, where the library has
@@ -441,10 +460,97 @@ impl Blas {
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
         let plan = match plans.entry(key) {
             Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(new) => new.insert(Plan::find(self.handle, &key, &parts)?),
+            Entry::Vacant(new) => {
+                let mut plan = Plan::find(self.handle, &key, &parts)?;
+                if let Some(plan) = &mut plan {
+                    // SAFETY: by this function's contract.
+                    unsafe { self.rank(plan, &key, product, &parts, workspace) }?;
+                }
+                new.insert(plan)
+            }
         };
         let Some(plan) = plan else { return Ok(false) };
-        plan.description.point(&parts)?;
+        // SAFETY: by this function's contract.
+        unsafe { self.run(plan, 0, product, &parts, workspace) }?;
+        Ok(true)
+    }
+
+    /// Puts the fastest of a plan's algorithms first, where that is wanted and can be found out.
+    ///
+    /// # Safety
+    /// As for `product`.
+    unsafe fn rank(
+        &self,
+        plan: &mut Plan,
+        key: &Key,
+        product: &Product,
+        parts: &Parts,
+        workspace: (Address, usize),
+    ) -> Result {
+        let (m, n, k) = key.shape;
+        // A sum that grows in place would grow with every run.
+        let in_place = product.addend.is_some_and(|(at, _)| at.0 == product.out.at.0);
+        if !key.fastest || in_place || m * n * k < WORTH_MEASURING {
+            return Ok(());
+        }
+        let name = format!("{key:?}");
+        // What is known is whole lines; a panic leaves no half of one.
+        let mut ranks = self.ranks.lock().unwrap_or_else(PoisonError::into_inner);
+        let best = match ranks.get(&name) {
+            Some(rank) => rank,
+            None => {
+                let mut times = Vec::new();
+                for rank in 0..plan.algorithms.len() {
+                    // SAFETY: by this function's contract; the output is overwritten each time.
+                    times.push(unsafe { self.measure(plan, rank, product, parts, workspace) }?);
+                }
+                let best = (0..times.len()).min_by(|a, b| times[*a].total_cmp(&times[*b])).unwrap_or(0);
+                let best = if times[best] < CLEARLY_FASTER * times[0] { best } else { 0 };
+                ranks.keep(&name, best);
+                best
+            }
+        };
+        if best < plan.algorithms.len() {
+            plan.algorithms.swap(0, best);
+        }
+        Ok(())
+    }
+
+    /// Milliseconds of a few runs.
+    ///
+    /// # Safety
+    /// As for `product`.
+    unsafe fn measure(
+        &self,
+        plan: &Plan,
+        rank: usize,
+        product: &Product,
+        parts: &Parts,
+        workspace: (Address, usize),
+    ) -> Result<f32> {
+        // SAFETY: by this function's contract; likewise below.
+        unsafe { self.run(plan, rank, product, parts, workspace) }?;
+        self.context.wait()?;
+        let started = std::time::Instant::now();
+        for _ in 0..MEASURED_RUNS {
+            // SAFETY: as above.
+            unsafe { self.run(plan, rank, product, parts, workspace) }?;
+        }
+        self.context.wait()?;
+        Ok(1e3 * started.elapsed().as_secs_f32())
+    }
+
+    /// # Safety
+    /// As for `product`.
+    unsafe fn run(
+        &self,
+        plan: &Plan,
+        rank: usize,
+        product: &Product,
+        parts: &Parts,
+        workspace: (Address, usize),
+    ) -> Result {
+        plan.description.point(parts)?;
         let (addend, beta) = match product.addend {
             Some((at, _)) => (at, 1.0f32),
             // The library wants an address even for what it does not read.
@@ -467,14 +573,13 @@ impl Blas {
                 plan.addend.as_ref().unwrap_or(&plan.out).0,
                 product.out.at.0 as *mut _,
                 plan.out.0,
-                &plan.algorithm,
+                &plan.algorithms[rank],
                 workspace.0.0 as *mut _,
                 workspace.1,
                 self.context.stream().cast(),
             )
         };
-        check("cublasLtMatmul", run)?;
-        Ok(true)
+        check("cublasLtMatmul", run)
     }
 }
 
@@ -786,6 +891,7 @@ mod tests {
                 }
             },
             tf32: case.tf32,
+            fastest: false,
         };
         let written = [&out, &before, &bias];
         let mut runs = Vec::new();
@@ -896,6 +1002,7 @@ mod tests {
             out: Output { at: Address(0), element: Element::F32, stride: 8 },
             epilogue: Epilogue::Plain,
             tf32: false,
+            fastest: false,
         };
         assert!(run(gpu, &product).unwrap());
     }
@@ -983,6 +1090,7 @@ mod tests {
                     },
                 },
                 tf32: false,
+                fastest: false,
             };
             let name = format!(
                 "{m:>6} x {n:>5} x {k:>5} {}{} to {element:?}, {follow:?}, addend {addend:?}",

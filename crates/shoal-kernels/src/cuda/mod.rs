@@ -5,7 +5,7 @@
 //! - [`space`]: addresses reserved at once, memory put behind them as the arena grows.
 //! - [`compile`]: the kernels' source to machine code, kept on disk.
 //! - [`launch`]: kernels by name.
-//! - [`matrix`]: products by cuBLASLt, with what follows them.
+//! - [`matrix`]: products by cuBLASLt, with what follows them; [`ranks`]: which of its answers is fastest.
 //! - [`attention`]: which kernels attend: [`cudnn`]'s, those of [`flash`] on tensor cores, or plain ones.
 //! - [`norm`], [`reduce`], [`embedding`], [`optimizer`]: operations of more than one kernel; the others stand
 //!   in [`operations`].
@@ -13,8 +13,8 @@
 //! - [`profile`]: how long each kernel takes, where someone asks.
 //!
 //! Operations return when they are queued; reading a number waits. Sums are made in an order that depends
-//! on shapes alone, so the same operation gives the same bits every time; but for cuDNN's attention backward,
-//! which a deterministic device does not use.
+//! on shapes alone, so the same operation gives the same bits every time; but for cuDNN's attention backward
+//! and for products whose algorithm was chosen by measuring, neither of which a deterministic device uses.
 
 mod attention;
 mod compile;
@@ -30,6 +30,7 @@ mod norm;
 mod operations;
 mod optimizer;
 mod profile;
+mod ranks;
 mod reduce;
 mod space;
 
