@@ -68,6 +68,9 @@ impl LocalDevice {
             return Ok(device);
         }
         let (facts, free_bytes) = CudaDevice::probe(0)?;
+        if !CudaDevice::is_prepared(&facts)? {
+            eprintln!("note: compiling the kernels for {}; once, some seconds", facts.model);
+        }
         let free_bytes = free_bytes.saturating_sub(GPU_PROCESS_BYTES);
         let budget_bytes = memory_bytes.unwrap_or((free_bytes as f64 * DEFAULT_SHARE) as u64);
         Ok(LocalDevice { gpu: Some(facts), budget_bytes, ..device })

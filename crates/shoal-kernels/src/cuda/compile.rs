@@ -75,8 +75,13 @@ pub(super) struct Image {
 }
 
 impl Image {
-    /// Units for a compute capability.
-    pub(super) fn all(capability: (i32, i32), units: &[Unit]) -> Result<Vec<Image>> {
+    /// Whether the units that every start needs are on the disk already.
+    pub(super) fn are_kept(capability: (i32, i32)) -> Result<bool> {
+        Ok(Image::look_up(capability, &Unit::FIRST)?.iter().all(|image| image.cached))
+    }
+
+    /// Units as the disk has them; those it lacks are empty.
+    fn look_up(capability: (i32, i32), units: &[Unit]) -> Result<Vec<Image>> {
         let compiler = Compiler::find()?;
         let target = compiler.target(capability)?;
         let (major, minor) = compiler.version;
@@ -89,9 +94,15 @@ impl Image {
             let cached = bytes.is_some();
             Image { unit: *unit, bytes: bytes.unwrap_or_default(), path, cached, target: target.clone() }
         };
+        Ok(units.iter().map(look_up).collect())
+    }
+
+    /// Units for a compute capability, compiled where the disk has none.
+    pub(super) fn all(capability: (i32, i32), units: &[Unit]) -> Result<Vec<Image>> {
+        let images = Image::look_up(capability, units)?;
         std::thread::scope(|scope| {
             let build = |image: Image| scope.spawn(|| if image.cached { Ok(image) } else { image.fresh() });
-            let builds: Vec<_> = units.iter().map(look_up).map(build).collect();
+            let builds: Vec<_> = images.into_iter().map(build).collect();
             let join = |build: std::thread::ScopedJoinHandle<Result<Image>>| {
                 build.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
             };

@@ -106,6 +106,11 @@ impl CudaDevice {
         attention::head_size_max(facts.shared_bytes)
     }
 
+    /// Whether the kernels for such a GPU are on the disk; if not, opening one compiles them for some seconds.
+    pub fn is_prepared(facts: &GpuFacts) -> Result<bool> {
+        compile::Image::are_kept(facts.capability)
+    }
+
     /// What the GPU is, and the bytes free on it, without opening it for work.
     pub fn probe(ordinal: usize) -> Result<(GpuFacts, u64)> {
         let context = Context::open(&format!("cuda:{ordinal}"), ordinal)?;
