@@ -35,7 +35,7 @@ run doctor ./shoal doctor
 run kernels ./kernels-cuda --nocapture "$@"
 run units ./kernels-unit cuda --nocapture
 run goldens ./goldens on_a_gpu --nocapture
-run budgets ./budgets on_a_gpu --nocapture
+run budgets ./budgets gpu --nocapture
 run jobs ./jobs --nocapture
 for precision in fp32 tf32 bf16 fp16; do
     run "verify $precision" ./shoal verify --device cuda --precision $precision golden/*

@@ -211,3 +211,57 @@ fn any_budget_on_a_gpu() {
     }
     eprintln!("{} cases on the GPU: {tally:?}", gpu_cases());
 }
+
+/// Models of some hundred megabytes: what the driver counts is what was forecast, to 5 % and one chunk of its
+/// memory, beside what context and libraries took before.
+#[test]
+fn a_gpu_driver_counts_what_was_forecast() {
+    const CHUNK_BYTES: f64 = (64 << 20) as f64;
+    match CudaDevice::count() {
+        Ok(0) | Err(_) => return eprintln!("skipped: no GPU on this machine"),
+        Ok(_) => {}
+    }
+    let first = CudaDevice::new("test", 0, 1 << 30).unwrap_or_else(|error| panic!("{error}"));
+    let cases = [
+        ("gpt2-mini", 16, 256, Precision::Fp32, None),
+        ("gpt2-124m", 8, 512, Precision::Fp32, Some(Activations::Recompute)),
+        ("gpt2-124m", 8, 1024, Precision::Bf16, None),
+        ("gpt2-355m", 8, 512, Precision::Bf16, Some(Activations::Recompute)),
+        ("llama-110m", 8, 512, Precision::Fp16, None),
+        ("qwen2-0.5b", 2, 512, Precision::Bf16, None),
+    ];
+    // Twice: libraries load kernels at their first use, and keep them.
+    for round in 0..2 {
+        for (preset, global_batch, sequence, precision, activations) in cases {
+            if !first.computes(shoal_nn::layer::element(precision)) {
+                continue;
+            }
+            let chain = Chain::new(&presets::preset(preset).unwrap());
+            let step = StepShape { global_batch, sequence, precision, optimizer_states: 2 };
+            let workspace_bytes = CudaDevice::workspace_bytes();
+            let (name, budget_bytes) = ("test".into(), 40 << 30);
+            let offer = DeviceOffer { name, budget_bytes, workspace_bytes, rows_enough: 4096 };
+            let wanted = Preferences { activations, ..Preferences::default() };
+            let planned = plan_one_device(&chain, step, &offer, wanted).unwrap();
+            let before = first.driver_bytes().unwrap();
+            let device: Arc<dyn Device> = Arc::new(first.beside("test", budget_bytes).unwrap());
+            let arena = device.arena().clone();
+            let held = device.clone();
+            train(device, &chain, step, &planned).unwrap_or_else(|error| panic!("{preset}: {error}"));
+            let grown = (held.driver_bytes().unwrap() - before) as f64;
+            drop(held);
+            assert_eq!(arena.used(), 0, "{preset}: bytes were left behind");
+            let forecast = planned.memory.total() as f64;
+            let off = (grown - forecast) / forecast;
+            eprintln!(
+                "{preset} {global_batch} x {sequence} {}: forecast {:.0} MiB, the driver counts {:.0} ({:+.1}%)",
+                precision.name(),
+                forecast / 1_048_576.0,
+                grown / 1_048_576.0,
+                100.0 * off
+            );
+            let apart = (grown - forecast).abs();
+            assert!(round == 0 || apart <= 0.05 * forecast + CHUNK_BYTES, "{preset}: {grown} for {forecast}");
+        }
+    }
+}
