@@ -35,6 +35,8 @@ pub struct StepInput<'a> {
     /// What the gradients are multiplied by on their way; 1 except in fp16.
     pub loss_scale: f32,
     pub batch: &'a dyn Batch,
+    /// The next step's samples, where they are known: they are read while the device works on this one's.
+    pub next: Option<&'a dyn Batch>,
 }
 
 impl<'a> StepInput<'a> {
@@ -46,12 +48,30 @@ impl<'a> StepInput<'a> {
         optimizer: &'a OptimizerSettings,
         batch: &'a dyn Batch,
     ) -> Self {
-        StepInput { step, seed, lr, optimizer: Some(optimizer), updates: step, loss_scale: 1.0, batch }
+        StepInput {
+            step,
+            seed,
+            lr,
+            optimizer: Some(optimizer),
+            updates: step,
+            loss_scale: 1.0,
+            batch,
+            next: None,
+        }
     }
 
     /// Losses or logits at the state after `step` steps.
     pub fn evaluate(step: u64, batch: &'a dyn Batch) -> Self {
-        StepInput { step, seed: 0, lr: 0.0, optimizer: None, updates: step, loss_scale: 1.0, batch }
+        StepInput {
+            step,
+            seed: 0,
+            lr: 0.0,
+            optimizer: None,
+            updates: step,
+            loss_scale: 1.0,
+            batch,
+            next: None,
+        }
     }
 }
 
@@ -92,6 +112,16 @@ pub struct Executor {
     /// Takes the loss of recomputed forwards, which was counted before.
     discarded_loss: Tensor,
     norm_squared: Tensor,
+    /// Samples read ahead, and the step they are for.
+    ahead: (u64, HashMap<Samples, Loaded>),
+}
+
+/// Samples on the device.
+struct Loaded {
+    tokens: Tensor,
+    targets: Tensor,
+    /// Targets that count.
+    count: u64,
 }
 
 impl Executor {
@@ -104,7 +134,8 @@ impl Executor {
         let scalar = |who: &str| Tensor::new(device.arena(), who, SCALAR_ELEMENTS);
         let (loss, discarded_loss) = (scalar("the loss")?, scalar("the discarded loss")?);
         let norm_squared = scalar("the gradient norm")?;
-        Ok(Executor { device, chain, sequence, state, loss, discarded_loss, norm_squared })
+        let ahead = (0, HashMap::new());
+        Ok(Executor { device, chain, sequence, state, loss, discarded_loss, norm_squared, ahead })
     }
 
     pub fn device(&self) -> &Arc<dyn Device> {
@@ -160,6 +191,10 @@ impl Executor {
                 }
             };
         }
+        // The device has its work; what the next step needs is read and sent behind it.
+        if let Some(next) = input.next {
+            self.read_ahead(program, input.step + 1, next)?;
+        }
         self.finish(&mut step)?;
         Ok(step.outcome)
     }
@@ -182,17 +217,39 @@ impl Executor {
     }
 
     fn load(&mut self, step: &mut Step, samples: Samples) -> Result {
+        let ahead = if self.ahead.0 == step.input.step { self.ahead.1.remove(&samples) } else { None };
+        let Loaded { tokens, targets, count } = match ahead.filter(|_| step.training) {
+            Some(loaded) => loaded,
+            None => self.read(step.input.batch, samples)?,
+        };
+        step.outcome.targets += count;
+        step.put(Value::Tokens(samples), Stored::Tensor(tokens));
+        step.put(Value::Targets(samples), Stored::Tensor(targets));
+        Ok(())
+    }
+
+    fn read(&self, batch: &dyn Batch, samples: Samples) -> Result<Loaded> {
         let elements = samples.count() * self.sequence;
         let arena = self.device.arena();
         let mut tokens = Tensor::new(arena, &format!("the tokens of {samples}"), elements)?;
         let mut targets = Tensor::new(arena, &format!("the targets of {samples}"), elements)?;
         let (mut token_ids, mut target_ids) = (vec![0; elements], vec![0; elements]);
-        step.input.batch.read(samples.range(), &mut token_ids, &mut target_ids)?;
+        batch.read(samples.range(), &mut token_ids, &mut target_ids)?;
         self.device.write_integers(&mut tokens, &token_ids)?;
         self.device.write_integers(&mut targets, &target_ids)?;
-        step.outcome.targets += target_ids.iter().filter(|target| **target >= 0).count() as u64;
-        step.put(Value::Tokens(samples), Stored::Tensor(tokens));
-        step.put(Value::Targets(samples), Stored::Tensor(targets));
+        let count = target_ids.iter().filter(|target| **target >= 0).count() as u64;
+        Ok(Loaded { tokens, targets, count })
+    }
+
+    /// Reads what the program loads, for the step after this one.
+    fn read_ahead(&mut self, program: &Program, step: u64, batch: &dyn Batch) -> Result {
+        self.ahead = (step, HashMap::new());
+        for instruction in &program.instructions {
+            if let Op::Load { samples } = instruction.op {
+                let loaded = self.read(batch, samples)?;
+                self.ahead.1.insert(samples, loaded);
+            }
+        }
         Ok(())
     }
 

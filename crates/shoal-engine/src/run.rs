@@ -201,11 +201,14 @@ impl Run {
         let settings = &self.settings;
         let lr = settings.optimizer.lr * settings.schedule.factor(self.step, settings.steps);
         let samples = self.plan.global_batch as u64;
-        let batch = Window { data: &self.data, order: &self.order, first: self.step * samples };
+        let window = |step: u64| Window { data: &self.data, order: &self.order, first: step * samples };
+        let (batch, next) = (window(self.step), window(self.step + 1));
+        let last = self.step + 1 >= settings.steps;
         let (scale, skipped) = self.loss_scale.map_or((1.0, 0), |state| (state.scale, state.skipped));
         let input = StepInput {
             updates: self.step - skipped.min(self.step),
             loss_scale: scale,
+            next: if last { None } else { Some(&next) },
             ..StepInput::train(self.step, settings.seed, lr, &settings.optimizer, &batch)
         };
         let outcome = self.executor.run(&self.program, &input).map_err(|error| match error {

@@ -3,6 +3,7 @@
 
 use std::ffi::c_void;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::{DriverError, result, sys};
 
@@ -20,6 +21,7 @@ pub(super) struct Context {
     context: sys::CUcontext,
     stream: sys::CUstream,
     pub(super) profile: Profile,
+    waits: AtomicU64,
 }
 
 // SAFETY: the driver's handles may be used from any thread; each call makes the context current first.
@@ -111,8 +113,8 @@ impl Context {
         let context =
             unsafe { result::primary_ctx::retain(device) }.map_err(refused("cuDevicePrimaryCtxRetain"))?;
         // From here on, dropping gives back what was taken.
-        let (stream, profile) = (std::ptr::null_mut(), Profile::default());
-        let mut opened = Context { name: name.into(), device, context, stream, profile };
+        let (stream, profile, waits) = (std::ptr::null_mut(), Profile::default(), AtomicU64::new(0));
+        let mut opened = Context { name: name.into(), device, context, stream, profile, waits };
         opened.enter()?;
         opened.stream = result::stream::create(result::stream::StreamKind::NonBlocking)
             .map_err(refused("cuStreamCreate"))?;
@@ -179,7 +181,14 @@ impl Context {
     pub(super) fn wait(&self) -> Result {
         self.enter()?;
         // SAFETY: the stream lives as long as `self`.
-        self.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream) })
+        self.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream) })?;
+        self.waits.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// How often everything asked so far was waited for.
+    pub(super) fn waits(&self) -> u64 {
+        self.waits.load(Ordering::Relaxed)
     }
 
     /// Copies host memory over in the stream's order. The driver has read `from` when this returns: memory

@@ -1,5 +1,6 @@
-//! Where scalars land on the host. The memory is pinned: copies into it are queued like kernels, so any number
-//! of scalars is waited for once.
+//! Where scalars land on the host, and where integers start from. The memory is pinned: copies from and to it
+//! are queued like kernels, so that tokens go over while the device works, and any number of scalars is
+//! waited for once.
 
 use std::sync::Arc;
 
@@ -10,23 +11,86 @@ use crate::device::Result;
 
 /// Scalars read at a time.
 const SCALARS: usize = 64;
+/// Integers that may be under way at once.
+const INTEGERS: usize = 1 << 20;
 
-pub(super) struct Landing {
+/// Pinned host memory.
+struct Pinned<T> {
     context: Arc<Context>,
-    host: *mut f64,
+    start: *mut T,
 }
 
 // SAFETY: owns its memory; the driver's calls may be made from any thread.
-unsafe impl Send for Landing {}
+unsafe impl<T: Send> Send for Pinned<T> {}
+
+impl<T: Copy> Pinned<T> {
+    fn new(context: Arc<Context>, elements: usize) -> Result<Pinned<T>> {
+        context.enter()?;
+        let mut start = std::ptr::null_mut();
+        // SAFETY: writes one address.
+        let result = unsafe { sys::cuMemAllocHost_v2(&mut start, elements * size_of::<T>()) };
+        context.check("cuMemAllocHost", result)?;
+        Ok(Pinned { context, start: start.cast() })
+    }
+}
+
+impl<T> Drop for Pinned<T> {
+    fn drop(&mut self) {
+        // A copy that is still under way must be over; a failure was reported by an earlier call.
+        let _ = self.context.wait();
+        // SAFETY: taken in `new`, given back once.
+        let _ = unsafe { sys::cuMemFreeHost(self.start.cast()) };
+    }
+}
+
+/// Integers on their way to the device.
+pub(super) struct Departure {
+    pinned: Pinned<i32>,
+    /// Integers in use since the device was last waited for.
+    used: usize,
+    /// How often it had been waited for then.
+    waits: u64,
+}
+
+impl Departure {
+    pub(super) fn new(context: Arc<Context>) -> Result<Departure> {
+        Ok(Departure { pinned: Pinned::new(context, INTEGERS)?, used: 0, waits: 0 })
+    }
+
+    /// Queues a copy; false, and nothing done, where there is no room until the next wait.
+    ///
+    /// # Safety
+    /// `to` is device memory of at least that many bytes.
+    pub(super) unsafe fn send(&mut self, to: u64, values: &[i32]) -> Result<bool> {
+        let context = &self.pinned.context;
+        let waits = context.waits();
+        if waits != self.waits {
+            // Whatever was under way has arrived.
+            (self.used, self.waits) = (0, waits);
+        }
+        if self.used + values.len() > INTEGERS {
+            return Ok(false);
+        }
+        context.enter()?;
+        // SAFETY: the range is inside the pinned memory and no copy reads it; `to` by the contract.
+        let sent = unsafe {
+            let place = self.pinned.start.add(self.used);
+            std::ptr::copy_nonoverlapping(values.as_ptr(), place, values.len());
+            sys::cuMemcpyHtoDAsync_v2(to, place.cast(), size_of_val(values), context.stream())
+        };
+        context.check("cuMemcpyHtoD", sent)?;
+        self.used += values.len();
+        Ok(true)
+    }
+}
+
+pub(super) struct Landing {
+    pinned: Pinned<f64>,
+}
 
 impl Landing {
     pub(super) fn new(context: Arc<Context>) -> Result<Landing> {
-        context.enter()?;
-        let mut host = std::ptr::null_mut();
-        // SAFETY: writes one address.
-        let result = unsafe { sys::cuMemAllocHost_v2(&mut host, SCALARS * size_of::<f64>()) };
-        context.check("cuMemAllocHost", result)?;
-        Ok(Landing { context, host: host.cast() })
+        Ok(Landing { pinned: Pinned::new(context, SCALARS)? })
     }
 
     /// Waits for what was asked of the device and reads an f64 from each address.
@@ -35,29 +99,21 @@ impl Landing {
     /// The addresses are those of scalars on the device.
     pub(super) unsafe fn read(&mut self, addresses: &[u64]) -> Result<Vec<f64>> {
         let mut values = Vec::with_capacity(addresses.len());
-        self.context.enter()?;
+        let (context, host) = (&self.pinned.context, self.pinned.start);
+        context.enter()?;
         for group in addresses.chunks(SCALARS) {
             for (index, address) in group.iter().enumerate() {
                 // SAFETY: there is room for as many as a group has; the address by this function's contract.
                 let copied = unsafe {
-                    let place = self.host.add(index).cast();
-                    sys::cuMemcpyDtoHAsync_v2(place, *address, size_of::<f64>(), self.context.stream())
+                    let place = host.add(index).cast();
+                    sys::cuMemcpyDtoHAsync_v2(place, *address, size_of::<f64>(), context.stream())
                 };
-                self.context.check("cuMemcpyDtoH", copied)?;
+                context.check("cuMemcpyDtoH", copied)?;
             }
-            self.context.wait()?;
+            context.wait()?;
             // SAFETY: the copies are done, and nobody else writes here.
-            values.extend_from_slice(unsafe { std::slice::from_raw_parts(self.host, group.len()) });
+            values.extend_from_slice(unsafe { std::slice::from_raw_parts(host, group.len()) });
         }
         Ok(values)
-    }
-}
-
-impl Drop for Landing {
-    fn drop(&mut self) {
-        // A copy that is still under way must be over; a failure was reported by an earlier call.
-        let _ = self.context.wait();
-        // SAFETY: taken in `new`, given back once.
-        let _ = unsafe { sys::cuMemFreeHost(self.host.cast()) };
     }
 }

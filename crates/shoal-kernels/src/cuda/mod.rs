@@ -9,7 +9,7 @@
 //! - [`attention`]: which kernels attend: [`cudnn`]'s, those of [`flash`] on tensor cores, or plain ones.
 //! - [`norm`], [`reduce`], [`embedding`], [`optimizer`]: operations of more than one kernel; the others stand
 //!   in [`operations`].
-//! - [`landing`]: where scalars are read.
+//! - [`landing`]: where scalars are read and integers sent.
 //! - [`profile`]: how long each kernel takes, where someone asks.
 //!
 //! Operations return when they are queued; reading a number waits. Sums are made in an order that depends
@@ -39,7 +39,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use context::Context;
 pub use context::GpuFacts;
 use cudnn::Cudnn;
-use landing::Landing;
+use landing::{Departure, Landing};
 use launch::{Grid, Kernels, THREADS};
 use matrix::Blas;
 use optimizer::Tables;
@@ -73,6 +73,7 @@ pub struct CudaDevice {
     parts: Mutex<Tensor>,
     tables: Tables,
     landing: Mutex<Landing>,
+    departure: Mutex<Departure>,
     context: Arc<Context>,
 }
 
@@ -158,6 +159,7 @@ impl CudaDevice {
             parts: Mutex::new(Tensor::new(&arena, "the partial sums of reductions", PARTS)?),
             tables: Tables::new(&arena)?,
             landing: Mutex::new(Landing::new(context.clone())?),
+            departure: Mutex::new(Departure::new(context.clone())?),
             arena,
             kernels,
             blas,

@@ -147,9 +147,16 @@ impl Device for CudaDevice {
     }
 
     fn write_integers(&self, tensor: &mut Tensor, values: &[i32]) -> Result {
-        assert_eq!((tensor.len(), tensor.element()), (values.len(), Element::F32));
+        assert_eq!(tensor.len(), values.len());
+        // What a panic left there is overwritten.
+        let mut departure = self.departure.lock().unwrap_or_else(PoisonError::into_inner);
+        let to = tensor.at(0).0;
         // SAFETY: the tensor is that long and ours to write.
-        unsafe { self.context.copy_in(tensor.at(0).0, values) }
+        if unsafe { departure.send(to, values) }? {
+            return Ok(());
+        }
+        // SAFETY: as above.
+        unsafe { self.context.copy_in(to, values) }
     }
 
     fn linear(

@@ -150,6 +150,7 @@ impl Ours {
         for _ in 0..steps {
             let input = StepInput {
                 loss_scale: self.loss_scale,
+                next: Some(&self.data),
                 ..StepInput::train(self.step, 0, self.optimizer.lr, &self.optimizer, &self.data)
             };
             loss = self.executor.run(&self.planned.program, &input)?.loss();
