@@ -32,13 +32,16 @@ struct BlockTeam {
     __device__ static float sum(float value) { return block_sum(value); }
 };
 
-// How rows may be moved: those of x, those of tensors without a stride, and the parameters'.
+// How rows may be moved: those of x, those of tensors without a stride, and the parameters'. Loops that only
+// send pieces are unrolled where that takes little code.
 struct AnyRows {
+    static const int UNROLL = 1;
     bool x, out, floats;
     __device__ static bool inside(i64 col, i64 cols) { return col < cols; }
 };
 
 struct WholeRows {
+    static const int UNROLL = 8;
     Whole x, out, floats;
     __device__ static bool inside(i64, i64) { return true; }
 };
@@ -153,32 +156,15 @@ template <typename T> __device__ __forceinline__ void norm_wide(const Norm<T> &o
 BOUNDED(norm_wide, __launch_bounds__(1024), (Norm<T> of), (of))
 
 // What a norm's backward works on. Each block takes `share` rows and leaves one row of partial sums: those
-// of the weight's gradient, then those of the bias's. `team` warps share a row.
+// of the weight's gradient, then those of the bias's.
 template <typename T> struct NormBackward {
     const T *x;
     i64 stride, rows, cols, share;
     const float *weight, *bias, *statistics;
     T *dy, *dx;
     float *parts;
-    int layer, accumulate, team;
+    int layer, accumulate;
 };
-
-// Columns of a row of which a block has several at a time, at most: norm.rs counts on it.
-#define SHARED_COLS 1024
-
-// Sums over teams of `warps` neighbouring warps from `first` on, warps in order; the whole block calls. Calls
-// alternate between two places: one barrier is enough to keep a warp that is ahead from writing where another
-// still reads.
-__device__ __forceinline__ void team_sums(float &a, float &b, int first, int warps, int turn) {
-    __shared__ float parts[2][2][32];
-    a = warp_sum(a), b = warp_sum(b);
-    if (warps == 1) return;
-    int own = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) parts[turn][0][own] = a, parts[turn][1][own] = b;
-    __syncthreads();
-    a = 0.0f, b = 0.0f;
-    for (int warp = first; warp < first + warps; warp++) a += parts[turn][0][warp], b += parts[turn][1][warp];
-}
 
 // The same sixteen bytes, but what was unpacked from them before is not worth its registers.
 template <typename T> __device__ __forceinline__ void unpack_again(Piece<T> piece, float (&values)[Piece<T>::SIZE]) {
@@ -187,98 +173,215 @@ template <typename T> __device__ __forceinline__ void unpack_again(Piece<T> piec
     unpack(piece, values);
 }
 
+// A thread's sums of the columns of one piece.
+template <int SIZE> struct ColumnSums {
+    float weight[SIZE], bias[SIZE];
+};
+
 // With x̂ the normalised row and g = dy * weight:
 // dx = scale * (g - mean(g) - x̂ * mean(g * x̂)), and no mean(g) for the root mean square.
-// One pass: a thread has one piece of every row of its team, so its columns' sums stay with it. The teams go
-// from row to row together.
+// This is one piece's part of both means, and of the columns' sums.
 template <typename T, typename Rows>
-__device__ __forceinline__ void norm_backward_rows(const NormBackward<T> &of, int own_team, int teams, int first,
-                                                   float (&weight_sums)[Piece<T>::SIZE],
-                                                   float (&bias_sums)[Piece<T>::SIZE], Rows rows) {
+__device__ __forceinline__ void norm_backward_means(const NormBackward<T> &of, int first, RowScale by,
+                                                    const Piece<T> &x, const Piece<T> &dy, Rows rows, float &along,
+                                                    float &average, ColumnSums<Piece<T>::SIZE> &sums) {
     const int SIZE = Piece<T>::SIZE;
-    int cols = of.cols, turn = 0, first_warp = own_team * of.team;
-    float part = 1.0f / cols;
-    i64 begin = blockIdx.x * of.share, end = min(begin + of.share, of.rows);
-    for (i64 start = begin; start < end; start += teams, turn ^= 1) {
-        // Without a row, and past a row's end, all is zero and adds nothing anywhere.
-        i64 row = min(start + own_team, end - 1);
-        int row_cols = start + own_team < end ? cols : 0;
-        const T *x = of.x + row * of.stride;
-        T *dy = of.dy + row * cols, *dx = of.dx + row * cols;
-        Piece<T> x_piece = load_piece(x, first, row_cols, rows.x);
-        Piece<T> dy_piece = load_piece((const T *)dy, first, row_cols, rows.out);
-        Piece<T> dx_piece = load_piece((const T *)dx, first, of.accumulate ? row_cols : 0, rows.out);
-        RowScale by = row_scale(of.layer, of.statistics, row);
-        float values[SIZE], slopes[SIZE], weights[SIZE], shifts[SIZE] = {}, sums[SIZE];
-        unpack(x_piece, values);
-        unpack(dy_piece, slopes);
-        load_floats(of.weight, first, cols, rows.floats, weights);
-        float along = 0.0f, average = 0.0f;
+    float values[SIZE], slopes[SIZE], weights[SIZE];
+    unpack(x, values);
+    unpack(dy, slopes);
+    load_floats(of.weight, first, (int)of.cols, rows.floats, weights);
 #pragma unroll
-        for (int i = 0; i < SIZE; i++) {
-            float normal = by.normal(values[i]), g = slopes[i] * weights[i];
-            along = fmaf(g, normal, along);
-            average += g;
-            weight_sums[i] = fmaf(slopes[i], normal, weight_sums[i]);
-            bias_sums[i] += slopes[i];
-        }
-        team_sums(along, average, first_warp, of.team, turn);
-        along *= part;
-        average = of.layer ? average * part : 0.0f;
-        unpack_again(x_piece, values);
-        unpack_again(dy_piece, slopes);
-        unpack(dx_piece, sums);
-        const float *weight = of.weight;
-        asm volatile("" : "+l"(weight));
-        load_floats(weight, first, cols, rows.floats, weights);
-        if (of.bias) load_floats(of.bias, first, cols, rows.floats, shifts);
-#pragma unroll
-        for (int i = 0; i < SIZE; i++) {
-            float normal = by.normal(values[i]);
-            sums[i] += by.scale * (slopes[i] * weights[i] - average - normal * along);
-            values[i] = scaled(normal, weights[i], of.bias, shifts[i]);
-        }
-        store_values(dx, first, row_cols, rows.out, sums);
-        store_values(dy, first, row_cols, rows.out, values);
+    for (int i = 0; i < SIZE; i++) {
+        float normal = by.normal(values[i]), g = slopes[i] * weights[i];
+        along = fmaf(g, normal, along);
+        average += g;
+        sums.weight[i] = fmaf(slopes[i], normal, sums.weight[i]);
+        sums.bias[i] += slopes[i];
     }
 }
 
-template <typename T> __device__ __forceinline__ void norm_backward(const NormBackward<T> &of) {
+// One piece's dx, added to what there was of it, and the norm's output again.
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_backward_piece(const NormBackward<T> &of, i64 row, int first, int row_cols,
+                                                    RowScale by, const Piece<T> &x, const Piece<T> &dy,
+                                                    const Piece<T> &before, Rows rows, float along, float average) {
     const int SIZE = Piece<T>::SIZE;
-    __shared__ float columns[2][SHARED_COLS];
-    int team_threads = of.team * 32, own_team = threadIdx.x / team_threads, teams = blockDim.x / team_threads;
-    int cols = of.cols, first = threadIdx.x % team_threads * SIZE;
-    float weight_sums[SIZE] = {}, bias_sums[SIZE] = {};
-    AnyRows rows = {aligned(of.x, of.stride), cols % SIZE == 0, true};
-    if (rows.x && rows.out) norm_backward_rows(of, own_team, teams, first, weight_sums, bias_sums, WholeRows());
-    else norm_backward_rows(of, own_team, teams, first, weight_sums, bias_sums, rows);
-    float *parts = of.parts + blockIdx.x * 2 * of.cols;
-    if (teams == 1) {
-        // Rows of parts are aligned only by chance, and written once.
+    int cols = of.cols;
+    float values[SIZE], slopes[SIZE], weights[SIZE], shifts[SIZE] = {}, sums[SIZE];
+    unpack_again(x, values);
+    unpack_again(dy, slopes);
+    unpack(before, sums);
+    const float *weight = of.weight;
+    asm volatile("" : "+l"(weight));
+    load_floats(weight, first, cols, rows.floats, weights);
+    if (of.bias) load_floats(of.bias, first, cols, rows.floats, shifts);
 #pragma unroll
-        for (int i = 0; i < SIZE; i++) {
-            if (first + i < cols) parts[first + i] = weight_sums[i], parts[cols + first + i] = bias_sums[i];
-        }
-        return;
+    for (int i = 0; i < SIZE; i++) {
+        float normal = by.normal(values[i]);
+        sums[i] += by.scale * (slopes[i] * weights[i] - average - normal * along);
+        values[i] = scaled(normal, weights[i], of.bias, shifts[i]);
     }
-    // The teams' sums, added in their order.
-    for (int team = 0; team < teams; team++) {
-        if (own_team == team) {
+    store_values(of.dx + row * cols, first, row_cols, rows.out, sums);
+    store_values(of.dy + row * cols, first, row_cols, rows.out, values);
+}
+
+// Warps of a block that each have rows of their own, and pieces of such a row that a lane has at most: norm.rs
+// counts on both.
+#define BACKWARD_WARPS 6
+#define LANE_PIECES 4
+
+// A warp's next row, on its way while the warp works on the one before: registers would not hold both. A lane
+// takes back what it sent itself, so nobody waits for another.
+struct NextRow {
+    uint4 x[LANE_PIECES][32], dy[LANE_PIECES][32], dx[LANE_PIECES][32];
+};
+
+// A warp's rows of the block's share. A lane has the same columns in every row, so their sums stay with it;
+// what lies past the row's end is zero and adds nothing anywhere.
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_backward_rows(const NormBackward<T> &of, NextRow &next_row,
+                                                   ColumnSums<Piece<T>::SIZE> (&sums)[LANE_PIECES], Rows rows) {
+    const int SIZE = Piece<T>::SIZE;
+    int lane = threadIdx.x % 32, cols = of.cols;
+    float part = 1.0f / cols;
+    i64 end = min((blockIdx.x + 1) * of.share, of.rows), row = blockIdx.x * of.share + threadIdx.x / 32;
+    // The pieces that some lane has.
+    auto used = [&](int i) { return i * 32 * SIZE < cols; };
+    auto first = [&](int i) { return (i * 32 + lane) * SIZE; };
+    auto send_inputs = [&](i64 row) {
+#pragma unroll Rows::UNROLL
+        for (int i = 0; i < LANE_PIECES; i++) {
+            if (row >= end || !used(i)) break;
+            send_piece(&next_row.x[i][lane], of.x + row * of.stride, first(i), cols, rows.x);
+            send_piece(&next_row.dy[i][lane], (const T *)of.dy + row * cols, first(i), cols, rows.out);
+        }
+        close_group();
+    };
+    auto send_before = [&](i64 row) {
+#pragma unroll Rows::UNROLL
+        for (int i = 0; i < LANE_PIECES; i++) {
+            if (row >= end || !used(i) || !of.accumulate) break;
+            send_piece(&next_row.dx[i][lane], (const T *)of.dx + row * cols, first(i), cols, rows.out);
+        }
+        close_group();
+    };
+    RowScale next_by = {0.0f, 0.0f};
+    send_inputs(row);
+    send_before(row);
+    if (row < end) next_by = row_scale(of.layer, of.statistics, row);
+    // Two groups are open at a time, a row's inputs and its dx, and the older is always the one needed.
+    for (; row < end; row += BACKWARD_WARPS) {
+        i64 next = row + BACKWARD_WARPS;
+        RowScale by = next_by;
+        Piece<T> x[LANE_PIECES], dy[LANE_PIECES];
+        wait_groups<1>();
 #pragma unroll
-            for (int i = 0; i < SIZE; i++) {
-                float *weight_sum = &columns[0][first + i], *bias_sum = &columns[1][first + i];
-                *weight_sum = team ? *weight_sum + weight_sums[i] : weight_sums[i];
-                *bias_sum = team ? *bias_sum + bias_sums[i] : bias_sums[i];
-            }
+        for (int i = 0; i < LANE_PIECES; i++) {
+            if (!used(i)) break;
+            x[i] = whole_piece((const T *)&next_row.x[i][lane]);
+            dy[i] = whole_piece((const T *)&next_row.dy[i][lane]);
         }
-        __syncthreads();
-    }
-    for (int col = threadIdx.x; col < cols; col += blockDim.x) {
-        parts[col] = columns[0][col];
-        parts[cols + col] = columns[1][col];
+        send_inputs(next);
+        if (next < end) next_by = row_scale(of.layer, of.statistics, next);
+        float along = 0.0f, average = 0.0f;
+#pragma unroll
+        for (int i = 0; i < LANE_PIECES; i++) {
+            if (!used(i)) break;
+            norm_backward_means(of, first(i), by, x[i], dy[i], rows, along, average, sums[i]);
+        }
+        along = warp_sum(along) * part;
+        average = of.layer ? warp_sum(average) * part : 0.0f;
+        wait_groups<1>();
+#pragma unroll
+        for (int i = 0; i < LANE_PIECES; i++) {
+            if (!used(i)) break;
+            Piece<T> before = {{0, 0, 0, 0}};
+            if (of.accumulate) before = whole_piece((const T *)&next_row.dx[i][lane]);
+            norm_backward_piece(of, row, first(i), cols, by, x[i], dy[i], before, rows, along, average);
+        }
+        send_before(next);
     }
 }
-BOUNDED(norm_backward, __launch_bounds__(1024), (NormBackward<T> of), (of))
+
+// One warp a row, for rows of up to LANE_PIECES pieces a lane. Warps meet only when their rows are done.
+template <typename T> __device__ __forceinline__ void norm_backward(const NormBackward<T> &of) {
+    const int SIZE = Piece<T>::SIZE, COLS = LANE_PIECES * 32 * SIZE;
+    __shared__ NextRow next_rows[BACKWARD_WARPS];
+    float (*lines)[COLS] = (float (*)[COLS])next_rows;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, cols = of.cols;
+    ColumnSums<SIZE> sums[LANE_PIECES] = {};
+    AnyRows rows = {aligned(of.x, of.stride), cols % SIZE == 0, true};
+    if (rows.x && rows.out) norm_backward_rows(of, next_rows[warp], sums, WholeRows());
+    else norm_backward_rows(of, next_rows[warp], sums, rows);
+    float *parts = of.parts + blockIdx.x * 2 * of.cols;
+    // The warps' sums, added in their order.
+#pragma unroll
+    for (int set = 0; set < 2; set++) {
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < LANE_PIECES; i++) {
+            store_floats(lines[warp], (i * 32 + lane) * SIZE, COLS, Whole(), set ? sums[i].bias : sums[i].weight);
+        }
+        __syncthreads();
+        for (int col = threadIdx.x; col < cols; col += blockDim.x) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int line = 0; line < BACKWARD_WARPS; line++) sum += lines[line][col];
+            parts[set * cols + col] = sum;
+        }
+    }
+}
+BOUNDED(norm_backward, __launch_bounds__(BACKWARD_WARPS * 32, 2), (NormBackward<T> of), (of))
+
+// Sums over the block, warps in order. Calls alternate between two places: one barrier is enough to keep a
+// warp that is ahead from writing where another still reads.
+__device__ __forceinline__ void team_sums(float &a, float &b, int turn) {
+    __shared__ float parts[2][2][32];
+    a = warp_sum(a), b = warp_sum(b);
+    int own = threadIdx.x / 32, warps = blockDim.x / 32;
+    if (threadIdx.x % 32 == 0) parts[turn][0][own] = a, parts[turn][1][own] = b;
+    __syncthreads();
+    a = 0.0f, b = 0.0f;
+    for (int warp = 0; warp < warps; warp++) a += parts[turn][0][warp], b += parts[turn][1][warp];
+}
+
+// The block's rows, one after the other; a thread has one piece of each.
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_backward_team_rows(const NormBackward<T> &of, int first,
+                                                        ColumnSums<Piece<T>::SIZE> &sums, Rows rows) {
+    int cols = of.cols, turn = 0;
+    float part = 1.0f / cols;
+    i64 begin = blockIdx.x * of.share, end = min(begin + of.share, of.rows);
+    for (i64 row = begin; row < end; row++, turn ^= 1) {
+        Piece<T> x = load_piece(of.x + row * of.stride, first, cols, rows.x);
+        Piece<T> dy = load_piece((const T *)of.dy + row * cols, first, cols, rows.out);
+        Piece<T> before = load_piece((const T *)of.dx + row * cols, first, of.accumulate ? cols : 0, rows.out);
+        RowScale by = row_scale(of.layer, of.statistics, row);
+        float along = 0.0f, average = 0.0f;
+        norm_backward_means(of, first, by, x, dy, rows, along, average, sums);
+        team_sums(along, average, turn);
+        along *= part;
+        average = of.layer ? average * part : 0.0f;
+        norm_backward_piece(of, row, first, cols, by, x, dy, before, rows, along, average);
+    }
+}
+
+// One block a row, for rows of one piece a thread.
+template <typename T> __device__ __forceinline__ void norm_backward_team(const NormBackward<T> &of) {
+    const int SIZE = Piece<T>::SIZE;
+    int cols = of.cols, first = threadIdx.x * SIZE;
+    ColumnSums<SIZE> sums = {};
+    AnyRows rows = {aligned(of.x, of.stride), cols % SIZE == 0, true};
+    if (rows.x && rows.out) norm_backward_team_rows(of, first, sums, WholeRows());
+    else norm_backward_team_rows(of, first, sums, rows);
+    float *parts = of.parts + blockIdx.x * 2 * of.cols;
+    // Rows of parts are aligned only by chance, and written once.
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) {
+        if (first + i < cols) parts[first + i] = sums.weight[i], parts[cols + first + i] = sums.bias[i];
+    }
+}
+BOUNDED(norm_backward_team, __launch_bounds__(1024), (NormBackward<T> of), (of))
 
 // The sums of two values over the block; what `block_sum` gives, in half the barriers.
 __device__ __forceinline__ void block_sums(float &a, float &b) {
