@@ -18,6 +18,8 @@ const LANE_PIECES: usize = 4;
 /// decides the order of sums: what an H200 has room for, and enough for smaller ones.
 const BACKWARD_BLOCKS: usize = 132 * 2;
 const BACKWARD_THREADS: usize = 132 * 960;
+/// Sums of each column that a block leaves room for: of the weight's gradient, the bias's, and dx.
+const SETS: usize = 3;
 /// Rows that each warp or block takes, at least: fewer would cost more partial sums than time.
 const ROWS_EACH: usize = 4;
 
@@ -57,6 +59,7 @@ struct BackwardParameter {
     parts: Address,
     layer: i32,
     accumulate: i32,
+    sum_dx: i32,
 }
 
 // SAFETY: struct NormBackward.
@@ -79,6 +82,12 @@ fn assert_norm(
     assert!(bias.is_none_or(|bias| bias.len() == x.cols && bias.element() == Element::F32));
     assert_eq!((weight.element(), statistics.element()), (Element::F32, Element::F32));
     x.tensor.element()
+}
+
+/// Whether rows are aligned and made of whole pieces: WholeRows of norm.cu.
+fn is_whole(x: &Mat) -> bool {
+    let (element, address) = (x.tensor.element(), x.tensor.at(x.offset).0);
+    address.is_multiple_of(16) && [x.stride, x.cols].iter().all(|side| side.is_multiple_of(piece(element)))
 }
 
 /// Who shares a row in the backward.
@@ -113,7 +122,7 @@ impl Cut {
             Sharers::Warp => BACKWARD_BLOCKS,
             Sharers::Team | Sharers::Block => BACKWARD_THREADS / threads,
         };
-        let most = room.min(PARTS / (2 * cols.max(1)));
+        let most = room.min(PARTS / (SETS * cols.max(1)));
         assert!(most > 0, "rows of {cols} are too wide for partial sums");
         let share = rows.div_ceil(most).max(least);
         Cut { sharers, threads, share, blocks: rows.div_ceil(share).max(1) }
@@ -168,16 +177,18 @@ impl CudaDevice {
         bias: Option<&Tensor>,
         statistics: &Tensor,
         dy: &mut Tensor,
-        (weight_gradient, accumulate_weight): Sum,
+        weight_gradient: Sum,
         bias_gradient: Option<Sum>,
         (dx, accumulate): Sum,
+        dx_sums: Option<Sum>,
     ) -> Result {
         let element = assert_norm(kind, &x, weight, bias, statistics);
         assert_eq!((dy.len(), dx.len()), (x.rows * x.cols, x.rows * x.cols));
         assert_eq!(element_of(&[x.tensor, dy, dx]), element);
-        assert_eq!((weight_gradient.len(), weight_gradient.element()), (x.cols, Element::F32));
-        let second = bias_gradient.as_ref().map(|(bias, _)| &**bias);
-        assert!(second.is_none_or(|bias| bias.len() == x.cols && bias.element() == Element::F32));
+        let sums = [Some(weight_gradient), bias_gradient, dx_sums];
+        for (sum, _) in sums.iter().flatten() {
+            assert_eq!((sum.len(), sum.element()), (x.cols, Element::F32));
+        }
         let cut = Cut::new(x.rows, x.cols, element);
         let held = self.parts();
         let of = BackwardParameter {
@@ -194,22 +205,21 @@ impl CudaDevice {
             parts: held.at(0),
             layer: layer(kind),
             accumulate: i32::from(accumulate),
+            sum_dx: i32::from(sums[2].is_some()),
         };
         let grid = Grid { threads: [cut.threads, 1], ..Grid::blocks(cut.blocks) };
-        // SAFETY: the lengths agree, and two rows of sums for each block fit the parts.
+        let whole = is_whole(&x);
+        // SAFETY: the lengths agree, and the sums of each block fit the parts.
         unsafe {
             match cut.sharers {
+                Sharers::Warp if !whole => launch!(self, "norm_backward_any" of element, grid, of),
                 Sharers::Warp => launch!(self, "norm_backward" of element, grid, of),
                 Sharers::Team => launch!(self, "norm_backward_team" of element, grid, of),
                 Sharers::Block => launch!(self, "norm_backward_wide" of element, grid, of),
             }
         }?;
-        let second = bias_gradient.map(|(bias, accumulate)| (bias.at(0), accumulate));
-        // SAFETY: each block wrote its sums of both gradients, side by side.
-        unsafe {
-            let first = (weight_gradient.at(0), accumulate_weight);
-            self.add_rows(held.at(0), 2 * x.cols, cut.blocks, x.cols, first, second)
-        }
+        // SAFETY: each block wrote its sums that are asked for, side by side.
+        unsafe { self.add_rows(held.at(0), SETS * x.cols, cut.blocks, x.cols, sums) }
     }
 }
 
@@ -224,7 +234,7 @@ mod tests {
             for rows in [0, 1, 2, 31, 1000, 32768, 1 << 20] {
                 for cols in [1, 7, 256, 257, 768, 1024, 1025, 4096, 4097, 8192, 8193, 20000, 1 << 20] {
                     let cut = Cut::new(rows, cols, element);
-                    assert!(cut.blocks * cut.share >= rows && 2 * cut.blocks * cols <= PARTS);
+                    assert!(cut.blocks * cut.share >= rows && SETS * cut.blocks * cols <= PARTS);
                     assert!(cut.threads <= BLOCK_THREADS && cut.threads.is_multiple_of(32));
                     match cut.sharers {
                         Sharers::Warp => assert!(32 * LANE_PIECES * piece(element) >= cols),

@@ -156,14 +156,14 @@ template <typename T> __device__ __forceinline__ void norm_wide(const Norm<T> &o
 BOUNDED(norm_wide, __launch_bounds__(1024), (Norm<T> of), (of))
 
 // What a norm's backward works on. Each block takes `share` rows and leaves one row of partial sums: those
-// of the weight's gradient, then those of the bias's.
+// of the weight's gradient, those of the bias's, and, where they are asked for, those of dx.
 template <typename T> struct NormBackward {
     const T *x;
     i64 stride, rows, cols, share;
     const float *weight, *bias, *statistics;
     T *dy, *dx;
     float *parts;
-    int layer, accumulate;
+    int layer, accumulate, sum_dx;
 };
 
 // The same sixteen bytes, but what was unpacked from them before is not worth its registers.
@@ -175,7 +175,7 @@ template <typename T> __device__ __forceinline__ void unpack_again(Piece<T> piec
 
 // A thread's sums of the columns of one piece.
 template <int SIZE> struct ColumnSums {
-    float weight[SIZE], bias[SIZE];
+    float weight[SIZE], bias[SIZE], dx[SIZE];
 };
 
 // With x̂ the normalised row and g = dy * weight:
@@ -200,17 +200,19 @@ __device__ __forceinline__ void norm_backward_means(const NormBackward<T> &of, i
     }
 }
 
-// One piece's dx, added to what there was of it, and the norm's output again.
+// One piece's dx, added to what there was of it, and the norm's output again. Of dx the columns are summed
+// before it is rounded.
 template <typename T, typename Rows>
 __device__ __forceinline__ void norm_backward_piece(const NormBackward<T> &of, i64 row, int first, int row_cols,
                                                     RowScale by, const Piece<T> &x, const Piece<T> &dy,
-                                                    const Piece<T> &before, Rows rows, float along, float average) {
+                                                    const Piece<T> &before, Rows rows, float along, float average,
+                                                    ColumnSums<Piece<T>::SIZE> &sums) {
     const int SIZE = Piece<T>::SIZE;
     int cols = of.cols;
-    float values[SIZE], slopes[SIZE], weights[SIZE], shifts[SIZE] = {}, sums[SIZE];
+    float values[SIZE], slopes[SIZE], weights[SIZE], shifts[SIZE] = {}, results[SIZE];
     unpack_again(x, values);
     unpack_again(dy, slopes);
-    unpack(before, sums);
+    unpack(before, results);
     const float *weight = of.weight;
     asm volatile("" : "+l"(weight));
     load_floats(weight, first, cols, rows.floats, weights);
@@ -218,10 +220,11 @@ __device__ __forceinline__ void norm_backward_piece(const NormBackward<T> &of, i
 #pragma unroll
     for (int i = 0; i < SIZE; i++) {
         float normal = by.normal(values[i]);
-        sums[i] += by.scale * (slopes[i] * weights[i] - average - normal * along);
+        results[i] += by.scale * (slopes[i] * weights[i] - average - normal * along);
+        sums.dx[i] += results[i];
         values[i] = scaled(normal, weights[i], of.bias, shifts[i]);
     }
-    store_values(of.dx + row * cols, first, row_cols, rows.out, sums);
+    store_values(of.dx + row * cols, first, row_cols, rows.out, results);
     store_values(of.dy + row * cols, first, row_cols, rows.out, values);
 }
 
@@ -230,10 +233,10 @@ __device__ __forceinline__ void norm_backward_piece(const NormBackward<T> &of, i
 #define BACKWARD_WARPS 6
 #define LANE_PIECES 4
 
-// A warp's next row, on its way while the warp works on the one before: registers would not hold both. A lane
-// takes back what it sent itself, so nobody waits for another.
+// A warp's next row, on its way while the warp works on the one before: registers would not hold both, nor
+// hold x until its second use. A lane takes back what it sent itself, so nobody waits for another.
 struct NextRow {
-    uint4 x[LANE_PIECES][32], dy[LANE_PIECES][32], dx[LANE_PIECES][32];
+    uint4 x[2][LANE_PIECES][32], dy[LANE_PIECES][32], dx[LANE_PIECES][32];
 };
 
 // A warp's rows of the block's share. A lane has the same columns in every row, so their sums stay with it;
@@ -248,11 +251,11 @@ __device__ __forceinline__ void norm_backward_rows(const NormBackward<T> &of, Ne
     // The pieces that some lane has.
     auto used = [&](int i) { return i * 32 * SIZE < cols; };
     auto first = [&](int i) { return (i * 32 + lane) * SIZE; };
-    auto send_inputs = [&](i64 row) {
+    auto send_inputs = [&](i64 row, int turn) {
 #pragma unroll Rows::UNROLL
         for (int i = 0; i < LANE_PIECES; i++) {
             if (row >= end || !used(i)) break;
-            send_piece(&next_row.x[i][lane], of.x + row * of.stride, first(i), cols, rows.x);
+            send_piece(&next_row.x[turn][i][lane], of.x + row * of.stride, first(i), cols, rows.x);
             send_piece(&next_row.dy[i][lane], (const T *)of.dy + row * cols, first(i), cols, rows.out);
         }
         close_group();
@@ -266,28 +269,27 @@ __device__ __forceinline__ void norm_backward_rows(const NormBackward<T> &of, Ne
         close_group();
     };
     RowScale next_by = {0.0f, 0.0f};
-    send_inputs(row);
+    send_inputs(row, 0);
     send_before(row);
     if (row < end) next_by = row_scale(of.layer, of.statistics, row);
     // Two groups are open at a time, a row's inputs and its dx, and the older is always the one needed.
-    for (; row < end; row += BACKWARD_WARPS) {
+    for (int turn = 0; row < end; row += BACKWARD_WARPS, turn ^= 1) {
         i64 next = row + BACKWARD_WARPS;
         RowScale by = next_by;
-        Piece<T> x[LANE_PIECES], dy[LANE_PIECES];
+        Piece<T> dy[LANE_PIECES];
         wait_groups<1>();
 #pragma unroll
         for (int i = 0; i < LANE_PIECES; i++) {
-            if (!used(i)) break;
-            x[i] = whole_piece((const T *)&next_row.x[i][lane]);
-            dy[i] = whole_piece((const T *)&next_row.dy[i][lane]);
+            if (used(i)) dy[i] = whole_piece((const T *)&next_row.dy[i][lane]);
         }
-        send_inputs(next);
+        send_inputs(next, turn ^ 1);
         if (next < end) next_by = row_scale(of.layer, of.statistics, next);
         float along = 0.0f, average = 0.0f;
 #pragma unroll
         for (int i = 0; i < LANE_PIECES; i++) {
             if (!used(i)) break;
-            norm_backward_means(of, first(i), by, x[i], dy[i], rows, along, average, sums[i]);
+            Piece<T> x = whole_piece((const T *)&next_row.x[turn][i][lane]);
+            norm_backward_means(of, first(i), by, x, dy[i], rows, along, average, sums[i]);
         }
         along = warp_sum(along) * part;
         average = of.layer ? warp_sum(average) * part : 0.0f;
@@ -295,32 +297,33 @@ __device__ __forceinline__ void norm_backward_rows(const NormBackward<T> &of, Ne
 #pragma unroll
         for (int i = 0; i < LANE_PIECES; i++) {
             if (!used(i)) break;
-            Piece<T> before = {{0, 0, 0, 0}};
+            Piece<T> x = whole_piece((const T *)&next_row.x[turn][i][lane]), before = {{0, 0, 0, 0}};
             if (of.accumulate) before = whole_piece((const T *)&next_row.dx[i][lane]);
-            norm_backward_piece(of, row, first(i), cols, by, x[i], dy[i], before, rows, along, average);
+            norm_backward_piece(of, row, first(i), cols, by, x, dy[i], before, rows, along, average, sums[i]);
         }
         send_before(next);
     }
 }
 
 // One warp a row, for rows of up to LANE_PIECES pieces a lane. Warps meet only when their rows are done.
-template <typename T> __device__ __forceinline__ void norm_backward(const NormBackward<T> &of) {
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_backward_warps(const NormBackward<T> &of, Rows rows) {
     const int SIZE = Piece<T>::SIZE, COLS = LANE_PIECES * 32 * SIZE;
     __shared__ NextRow next_rows[BACKWARD_WARPS];
     float (*lines)[COLS] = (float (*)[COLS])next_rows;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, cols = of.cols;
     ColumnSums<SIZE> sums[LANE_PIECES] = {};
-    AnyRows rows = {aligned(of.x, of.stride), cols % SIZE == 0, true};
-    if (rows.x && rows.out) norm_backward_rows(of, next_rows[warp], sums, WholeRows());
-    else norm_backward_rows(of, next_rows[warp], sums, rows);
-    float *parts = of.parts + blockIdx.x * 2 * of.cols;
+    norm_backward_rows(of, next_rows[warp], sums, rows);
+    float *parts = of.parts + blockIdx.x * 3 * of.cols;
     // The warps' sums, added in their order.
 #pragma unroll
-    for (int set = 0; set < 2; set++) {
+    for (int set = 0; set < 3; set++) {
+        if (set == 2 && !of.sum_dx) return;
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < LANE_PIECES; i++) {
-            store_floats(lines[warp], (i * 32 + lane) * SIZE, COLS, Whole(), set ? sums[i].bias : sums[i].weight);
+            const auto &own = set == 0 ? sums[i].weight : set == 1 ? sums[i].bias : sums[i].dx;
+            store_floats(lines[warp], (i * 32 + lane) * SIZE, COLS, Whole(), own);
         }
         __syncthreads();
         for (int col = threadIdx.x; col < cols; col += blockDim.x) {
@@ -331,7 +334,19 @@ template <typename T> __device__ __forceinline__ void norm_backward(const NormBa
         }
     }
 }
+
+// Of aligned rows of whole pieces, and of any. The order of sums is the same; two kernels, because the code for
+// the second would take registers from the first.
+template <typename T> __device__ __forceinline__ void norm_backward(const NormBackward<T> &of) {
+    norm_backward_warps(of, WholeRows());
+}
 BOUNDED(norm_backward, __launch_bounds__(BACKWARD_WARPS * 32, 2), (NormBackward<T> of), (of))
+
+template <typename T> __device__ __forceinline__ void norm_backward_any(const NormBackward<T> &of) {
+    AnyRows rows = {aligned(of.x, of.stride), of.cols % Piece<T>::SIZE == 0, true};
+    norm_backward_warps(of, rows);
+}
+BOUNDED(norm_backward_any, __launch_bounds__(BACKWARD_WARPS * 32, 2), (NormBackward<T> of), (of))
 
 // Sums over the block, warps in order. Calls alternate between two places: one barrier is enough to keep a
 // warp that is ahead from writing where another still reads.
@@ -362,7 +377,7 @@ __device__ __forceinline__ void norm_backward_team_rows(const NormBackward<T> &o
         team_sums(along, average, turn);
         along *= part;
         average = of.layer ? average * part : 0.0f;
-        norm_backward_piece(of, row, first, cols, by, x, dy, before, rows, along, average);
+        norm_backward_piece(of, row, first, cols, by, x, dy, before, rows, along, average, sums);
     }
 }
 
@@ -374,11 +389,13 @@ template <typename T> __device__ __forceinline__ void norm_backward_team(const N
     AnyRows rows = {aligned(of.x, of.stride), cols % SIZE == 0, true};
     if (rows.x && rows.out) norm_backward_team_rows(of, first, sums, WholeRows());
     else norm_backward_team_rows(of, first, sums, rows);
-    float *parts = of.parts + blockIdx.x * 2 * of.cols;
+    float *parts = of.parts + blockIdx.x * 3 * of.cols;
     // Rows of parts are aligned only by chance, and written once.
 #pragma unroll
     for (int i = 0; i < SIZE; i++) {
-        if (first + i < cols) parts[first + i] = sums.weight[i], parts[cols + first + i] = sums.bias[i];
+        if (first + i >= cols) return;
+        parts[first + i] = sums.weight[i], parts[cols + first + i] = sums.bias[i];
+        if (of.sum_dx) parts[2 * cols + first + i] = sums.dx[i];
     }
 }
 BOUNDED(norm_backward_team, __launch_bounds__(1024), (NormBackward<T> of), (of))
@@ -400,8 +417,11 @@ __device__ __forceinline__ void block_sums(float &a, float &b) {
 // the start.
 template <typename T> __device__ __forceinline__ void norm_backward_wide(const NormBackward<T> &of) {
     i64 cols = of.cols, end = min((blockIdx.x + 1) * of.share, of.rows);
-    float *weight_sums = of.parts + blockIdx.x * 2 * cols, *bias_sums = weight_sums + cols;
-    for (i64 col = threadIdx.x; col < cols; col += blockDim.x) weight_sums[col] = 0.0f, bias_sums[col] = 0.0f;
+    i64 sets = of.sum_dx ? 3 : 2;
+    float *weight_sums = of.parts + blockIdx.x * 3 * cols, *bias_sums = weight_sums + cols, *dx_sums = bias_sums + cols;
+    for (i64 col = threadIdx.x; col < cols; col += blockDim.x) {
+        for (i64 set = 0; set < sets; set++) weight_sums[set * cols + col] = 0.0f;
+    }
     for (i64 row = blockIdx.x * of.share; row < end; row++) {
         const T *x = of.x + row * of.stride;
         T *dy = of.dy + row * cols, *dx = of.dx + row * cols;
@@ -420,7 +440,9 @@ template <typename T> __device__ __forceinline__ void norm_backward_wide(const N
             weight_sums[col] = fmaf(slope, normal, weight_sums[col]);
             bias_sums[col] += slope;
             float sum = of.accumulate ? to_float(dx[col]) : 0.0f;
-            dx[col] = from_float<T>(sum + by.scale * (slope * weight - average - normal * along));
+            sum += by.scale * (slope * weight - average - normal * along);
+            if (of.sum_dx) dx_sums[col] += sum;
+            dx[col] = from_float<T>(sum);
             dy[col] = from_float<T>(scaled(normal, weight, of.bias, of.bias ? of.bias[col] : 0.0f));
         }
     }
@@ -481,13 +503,20 @@ __device__ __forceinline__ void column_sums(const T *values, i64 stride, i64 row
 TYPED(column_sums, (const T *values, i64 stride, i64 rows, i64 cols, i64 chunk, float *out, int accumulate),
       (values, stride, rows, cols, chunk, out, accumulate))
 
-// out (+)= the sum of `rows` partial rows; blocks of y = 1 sum what lies behind the first `cols` of each row
-// into the second output. A block of 32 x 32 threads sums 32 columns.
-KERNEL add_rows(const float *parts, i64 stride, i64 rows, i64 cols, float *out, int accumulate, float *second,
-                int second_accumulate) {
+// Where sums go; nowhere if null.
+struct RowsSum {
+    float *out;
+    int accumulate;
+};
+
+// out (+)= the sum of `rows` partial rows. A row has `cols` of the first output, then of the second, then of
+// the third; blocks of y make one each. A block of 32 x 32 threads sums 32 columns.
+KERNEL add_rows(const float *parts, i64 stride, i64 rows, i64 cols, RowsSum first, RowsSum second, RowsSum third) {
     __shared__ float lines[32][33];
     i64 col = (i64)blockIdx.x * 32 + threadIdx.x;
-    if (blockIdx.y) parts += cols, out = second, accumulate = second_accumulate;
+    RowsSum to = blockIdx.y == 0 ? first : blockIdx.y == 1 ? second : third;
+    if (!to.out) return;
+    parts += blockIdx.y * cols;
     float sum = 0.0f;
     if (col < cols) {
 #pragma unroll 8
@@ -498,5 +527,5 @@ KERNEL add_rows(const float *parts, i64 stride, i64 rows, i64 cols, float *out, 
     // Each warp adds up one column's lines.
     sum = warp_sum(lines[threadIdx.x][threadIdx.y]);
     col = (i64)blockIdx.x * 32 + threadIdx.y;
-    if (threadIdx.x == 0 && col < cols) out[col] = accumulate ? out[col] + sum : sum;
+    if (threadIdx.x == 0 && col < cols) to.out[col] = to.accumulate ? to.out[col] + sum : sum;
 }
