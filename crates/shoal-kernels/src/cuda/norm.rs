@@ -9,6 +9,8 @@ use crate::tensor::{Element, Tensor};
 const WARP_COLS: usize = 1024;
 const THREAD_COLS: usize = 16;
 const BLOCK_THREADS: usize = 1024;
+/// Blocks of a multiprocessor whose warps have several rows each: as many as fit.
+const FORWARD_BLOCKS_EACH: usize = 2;
 
 /// BACKWARD_WARPS and LANE_PIECES of norm.cu: warps of a block with a row each, and pieces of such a row that
 /// a lane has, at most.
@@ -156,10 +158,12 @@ impl CudaDevice {
             eps,
             layer: layer(kind),
         };
-        // SAFETY: one warp or one block for each row; the lengths agree.
+        // SAFETY: warps go over all rows, or one block has each; the lengths agree.
         unsafe {
             if x.cols <= WARP_COLS {
-                launch!(self, "norm" of element, Grid::warps(x.rows), of)
+                let most = FORWARD_BLOCKS_EACH * self.facts.multiprocessors;
+                let grid = Grid::blocks(Grid::warps(x.rows).blocks[0].min(most));
+                launch!(self, "norm" of element, grid, of)
             } else {
                 let threads = x.cols.div_ceil(THREAD_COLS).next_multiple_of(32).min(BLOCK_THREADS);
                 let grid = Grid { threads: [threads, 1], ..Grid::blocks(x.rows) };

@@ -46,40 +46,6 @@ struct WholeRows {
     __device__ static bool inside(i64, i64) { return true; }
 };
 
-// A row that a team goes over more than once: HELD pieces a thread stay in registers, what a longer row has
-// past them is read again.
-template <typename T, typename Team, int HELD, typename Wide> struct Row {
-    static const int SIZE = Piece<T>::SIZE;
-    const T *start;
-    i64 cols;
-    Wide wide;
-    Piece<T> held[HELD];
-
-    __device__ __forceinline__ Row(const T *start, i64 cols, Wide wide) : start(start), cols(cols), wide(wide) {
-#pragma unroll
-        for (int i = 0; i < HELD; i++) held[i] = load_piece(start, first(i), cols, wide);
-    }
-
-    __device__ static __forceinline__ i64 first(int index) {
-        return (i64)(Team::rank() + index * Team::size()) * SIZE;
-    }
-
-    // Calls work(first, values); values past the row's end are zero.
-    template <typename Work> __device__ __forceinline__ void each(Work work) const {
-        float values[SIZE];
-#pragma unroll
-        for (int i = 0; i < HELD; i++) {
-            if (first(i) >= cols) return;
-            unpack(held[i], values);
-            work(first(i), values);
-        }
-        for (i64 at = first(HELD); at < cols; at += Team::size() * SIZE) {
-            load_values(start, at, cols, wide, values);
-            work(at, values);
-        }
-    }
-};
-
 template <typename T> struct Norm {
     const T *x;
     i64 stride, rows, cols;
@@ -90,29 +56,75 @@ template <typename T> struct Norm {
     int layer;
 };
 
-template <typename T, typename Team, int HELD, typename Rows>
-__device__ __forceinline__ void norm_row(const Norm<T> &of, i64 row, Rows rows) {
+// Pieces that cover so many columns with a team of 32.
+#define HELD_FOR(T, COLS) ((COLS) / 32 / Piece<T>::SIZE)
+
+// A row that a team goes over more than once: HELD pieces a thread stay in registers.
+template <typename T, typename Team, int HELD> struct HeldRow {
+    static const int SIZE = Piece<T>::SIZE;
+    i64 cols;
+    Piece<T> held[HELD];
+
+    __device__ static __forceinline__ i64 first(int index) {
+        return (i64)(Team::rank() + index * Team::size()) * SIZE;
+    }
+
+    // Calls work(index, first, values) for each piece; values past the row's end are zero.
+    template <typename Work> __device__ __forceinline__ void each(Work work) const {
+        float values[SIZE];
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            if (first(i) >= cols) return;
+            unpack(held[i], values);
+            work(i, first(i), values);
+        }
+    }
+};
+
+// What a longer row has past those pieces is read again.
+template <typename T, typename Team, int HELD, typename Wide> struct LongRow : HeldRow<T, Team, HELD> {
+    typedef HeldRow<T, Team, HELD> Held;
+    const T *start;
+    Wide wide;
+
+    __device__ __forceinline__ LongRow(const T *start, i64 cols, Wide wide) : start(start), wide(wide) {
+        this->cols = cols;
+#pragma unroll
+        for (int i = 0; i < HELD; i++) this->held[i] = load_piece(start, Held::first(i), cols, wide);
+    }
+
+    template <typename Work> __device__ __forceinline__ void each(Work work) const {
+        Held::each(work);
+        float values[Held::SIZE];
+        for (i64 at = Held::first(HELD); at < this->cols; at += Team::size() * Held::SIZE) {
+            load_values(start, at, this->cols, wide, values);
+            work(HELD, at, values);
+        }
+    }
+};
+
+// A row's mean and reciprocal, written down by the team's first thread.
+template <typename Team, typename Rows, typename T, typename Values>
+__device__ __forceinline__ RowScale measure(const Norm<T> &of, i64 row, const Values &values) {
     const int SIZE = Piece<T>::SIZE;
-    i64 cols = of.cols;
-    Row<T, Team, HELD, decltype(rows.x)> values(of.x + row * of.stride, cols, rows.x);
     RowScale by = {0.0f, 0.0f};
     if (of.layer) {
         float sum = 0.0f;
-        values.each([&](i64, const float (&x)[SIZE]) {
+        values.each([&](int, i64, const float (&x)[SIZE]) {
 #pragma unroll
             for (int i = 0; i < SIZE; i++) sum += x[i];
         });
-        by.mean = Team::sum(sum) / cols;
+        by.mean = Team::sum(sum) / of.cols;
     }
     float squares = 0.0f;
-    values.each([&](i64 first, const float (&x)[SIZE]) {
+    values.each([&](int, i64 first, const float (&x)[SIZE]) {
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
-            float apart = Rows::inside(first + i, cols) ? x[i] - by.mean : 0.0f;
+            float apart = Rows::inside(first + i, of.cols) ? x[i] - by.mean : 0.0f;
             squares = fmaf(apart, apart, squares);
         }
     });
-    by.scale = 1.0f / sqrtf(Team::sum(squares) / cols + of.eps);
+    by.scale = 1.0f / sqrtf(Team::sum(squares) / of.cols + of.eps);
     if (Team::rank() == 0) {
         if (of.layer) {
             of.statistics[2 * row] = by.mean;
@@ -121,8 +133,71 @@ __device__ __forceinline__ void norm_row(const Norm<T> &of, i64 row, Rows rows) 
             of.statistics[row] = by.scale;
         }
     }
+    return by;
+}
+
+// Pieces of a warp's coming rows that each lane has on their way: three rows of halves, one of floats.
+#define FORWARD_AHEAD 12
+
+// A warp's rows, those that follow already on their way. A lane has the same columns in every row, whose
+// parameters stay with it, and takes back what it sent itself.
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_rows(const Norm<T> &of, uint4 (&coming)[FORWARD_AHEAD][32], Rows rows) {
+    const int SIZE = Piece<T>::SIZE, HELD = HELD_FOR(T, 1024), COMING = FORWARD_AHEAD / HELD;
+    int lane = threadIdx.x % 32, cols = of.cols;
+    i64 row = (i64)blockIdx.x * WARPS + threadIdx.x / 32, step = (i64)gridDim.x * WARPS;
+    auto first = [&](int i) { return (i * 32 + lane) * SIZE; };
+    auto send = [&](i64 row, int place) {
+#pragma unroll Rows::UNROLL
+        for (int i = 0; i < HELD; i++) {
+            if (row >= of.rows || first(i) >= cols) break;
+            send_piece(&coming[place * HELD + i][lane], of.x + row * of.stride, first(i), cols, rows.x);
+        }
+        close_group();
+    };
+#pragma unroll
+    for (int i = 0; i < COMING; i++) send(row + i * step, i);
+    float weights[HELD][SIZE], shifts[HELD][SIZE] = {};
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        load_floats(of.weight, first(i), cols, rows.floats, weights[i]);
+        if (of.bias) load_floats(of.bias, first(i), cols, rows.floats, shifts[i]);
+    }
+    for (int place = 0; row < of.rows; row += step, place = place + 1 < COMING ? place + 1 : 0) {
+        HeldRow<T, WarpTeam, HELD> values = {cols};
+        wait_groups<COMING - 1>();
+#pragma unroll
+        for (int i = 0; i < HELD; i++) values.held[i] = whole_piece((const T *)&coming[place * HELD + i][lane]);
+        send(row + COMING * step, place);
+        RowScale by = measure<WarpTeam, Rows>(of, row, values);
+        values.each([&](int piece, i64 first, const float (&x)[SIZE]) {
+            float results[SIZE];
+#pragma unroll
+            for (int i = 0; i < SIZE; i++) {
+                results[i] = scaled(by.normal(x[i]), weights[piece][i], of.bias, shifts[piece][i]);
+            }
+            store_values(of.out + row * cols, first, of.cols, rows.out, results);
+        });
+    }
+}
+
+// One warp a row, for rows of up to 1024 columns. Warps stay for as many rows as there are.
+template <typename T> __device__ __forceinline__ void norm(const Norm<T> &of) {
+    __shared__ uint4 coming[WARPS][FORWARD_AHEAD][32];
+    AnyRows rows = {aligned(of.x, of.stride), of.cols % Piece<T>::SIZE == 0, true};
+    if (rows.x && rows.out) norm_rows(of, coming[threadIdx.x / 32], WholeRows());
+    else norm_rows(of, coming[threadIdx.x / 32], rows);
+}
+BOUNDED(norm, __launch_bounds__(THREADS, 2), (Norm<T> of), (of))
+
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_wide_row(const Norm<T> &of, i64 row, Rows rows) {
+    const int SIZE = Piece<T>::SIZE;
+    i64 cols = of.cols;
+    LongRow<T, BlockTeam, HELD_FOR(T, 512), decltype(rows.x)> values(of.x + row * of.stride, cols, rows.x);
+    RowScale by = measure<BlockTeam, Rows>(of, row, values);
     T *out = of.out + row * cols;
-    values.each([&](i64 first, const float (&x)[SIZE]) {
+    values.each([&](int, i64 first, const float (&x)[SIZE]) {
         float weights[SIZE], shifts[SIZE] = {}, results[SIZE];
         load_floats(of.weight, first, cols, rows.floats, weights);
         if (of.bias) load_floats(of.bias, first, cols, rows.floats, shifts);
@@ -132,26 +207,11 @@ __device__ __forceinline__ void norm_row(const Norm<T> &of, i64 row, Rows rows) 
     });
 }
 
-// Pieces that cover so many columns with a team of 32.
-#define HELD_FOR(T, COLS) ((COLS) / 32 / Piece<T>::SIZE)
-
-template <typename T, typename Team, int HELD>
-__device__ __forceinline__ void norm_any_row(const Norm<T> &of, i64 row) {
-    AnyRows rows = {aligned(of.x, of.stride), of.cols % Piece<T>::SIZE == 0, true};
-    if (rows.x && rows.out) norm_row<T, Team, HELD>(of, row, WholeRows());
-    else norm_row<T, Team, HELD>(of, row, rows);
-}
-
-// One warp a row, for rows of up to 1024 columns.
-template <typename T> __device__ __forceinline__ void norm(const Norm<T> &of) {
-    i64 row = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (row < of.rows) norm_any_row<T, WarpTeam, HELD_FOR(T, 1024)>(of, row);
-}
-TYPED(norm, (Norm<T> of), (of))
-
 // One block a row: any width.
 template <typename T> __device__ __forceinline__ void norm_wide(const Norm<T> &of) {
-    norm_any_row<T, BlockTeam, HELD_FOR(T, 512)>(of, blockIdx.x);
+    AnyRows rows = {aligned(of.x, of.stride), of.cols % Piece<T>::SIZE == 0, true};
+    if (rows.x && rows.out) norm_wide_row(of, blockIdx.x, WholeRows());
+    else norm_wide_row(of, blockIdx.x, rows);
 }
 BOUNDED(norm_wide, __launch_bounds__(1024), (Norm<T> of), (of))
 
