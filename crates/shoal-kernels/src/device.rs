@@ -378,6 +378,8 @@ pub trait Device: Send + Sync {
 
     /// From the gradient of the norm's output: weight and bias gradients, `dx (+)=` the input's gradient,
     /// and `dy` becomes the norm's output again, which the weight gradients that come next are made from.
+    /// `dx_sums (+)=` the column sums of what `dx` is then, before it is rounded to its element: where `x` is a
+    /// residual stream, the bias gradient of the projection that added to it last, without a pass over `dx`.
     #[allow(clippy::too_many_arguments)]
     fn norm_backward(
         &self,
@@ -390,6 +392,7 @@ pub trait Device: Send + Sync {
         weight_gradient: Sum,
         bias_gradient: Option<Sum>,
         dx: Sum,
+        dx_sums: Option<Sum>,
     ) -> Result;
 
     /// `out = gelu(x)`, by the tanh approximation.

@@ -209,6 +209,7 @@ proptest! {
                 (&mut dw, false),
                 Some((&mut db, false)),
                 (&mut dx, false),
+                None,
             )
             .unwrap();
         assert_gradient("x", seed, &x, &c, dx.floats(), |x| run(x, &weight, &bias).1);

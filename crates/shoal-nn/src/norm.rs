@@ -50,6 +50,17 @@ impl NormSite {
     ) -> Result {
         let (weight_gradient, bias_gradient) = gradients.add_to_both(self.weight, self.bias);
         let (weight, bias) = (parameters.get(self.weight), parameters.optional(self.bias));
-        device.norm_backward(self.kind, x, weight, bias, statistics, dy, weight_gradient, bias_gradient, dx)
+        device.norm_backward(
+            self.kind,
+            x,
+            weight,
+            bias,
+            statistics,
+            dy,
+            weight_gradient,
+            bias_gradient,
+            dx,
+            None,
+        )
     }
 }

@@ -151,10 +151,14 @@ impl Device for CpuDevice {
         weight_gradient: Sum,
         bias_gradient: Option<Sum>,
         (dx, accumulate): Sum,
+        dx_sums: Option<Sum>,
     ) -> Result {
         self.pool.install(|| {
             self.norm_dw(kind, x, statistics, dy, weight_gradient, bias_gradient);
             self.norm_dx(kind, x, weight, statistics, dy, dx, accumulate);
+            if let Some((sums, accumulate)) = dx_sums {
+                self.column_sums(Mat::new(dx, x.rows, x.cols), sums, accumulate);
+            }
             self.norm_replay(kind, x, weight, bias, statistics, dy);
         });
         Ok(())

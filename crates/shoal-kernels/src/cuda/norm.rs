@@ -9,15 +9,21 @@ use crate::tensor::{Element, Tensor};
 const WARP_COLS: usize = 1024;
 const THREAD_COLS: usize = 16;
 const BLOCK_THREADS: usize = 1024;
+/// Blocks of a multiprocessor whose warps have several rows each: as many as fit.
+const FORWARD_BLOCKS_EACH: usize = 2;
 
-/// Warps of a block of the backward, unless a row needs more; a block with several rows at a time has
-/// SHARED_COLS of norm.cu for each.
-const BACKWARD_WARPS: usize = 8;
-/// Threads of the backward in all. A constant, because the cut decides the order of sums: what an H200 has
-/// room for, and enough for smaller ones.
+/// BACKWARD_WARPS and LANE_PIECES of norm.cu: warps of a block with a row each, and pieces of such a row that
+/// a lane has, at most.
+const BACKWARD_WARPS: usize = 6;
+const LANE_PIECES: usize = 4;
+/// Blocks of such warps in all, and threads in all where a block shares a row. Constants, because the cut
+/// decides the order of sums: what an H200 has room for, and enough for smaller ones.
+const BACKWARD_BLOCKS: usize = 132 * 2;
 const BACKWARD_THREADS: usize = 132 * 960;
-/// Rows that each team of warps takes, at least: fewer would cost more partial sums than time.
-const TEAM_ROWS: usize = 4;
+/// Sums of each column that a block leaves room for: of the weight's gradient, the bias's, and dx.
+const SETS: usize = 3;
+/// Rows that each warp or block takes, at least: fewer would cost more partial sums than time.
+const ROWS_EACH: usize = 4;
 
 /// `Norm` of norm.cu.
 #[derive(Clone, Copy)]
@@ -55,7 +61,7 @@ struct BackwardParameter {
     parts: Address,
     layer: i32,
     accumulate: i32,
-    team: i32,
+    sum_dx: i32,
 }
 
 // SAFETY: struct NormBackward.
@@ -80,10 +86,25 @@ fn assert_norm(
     x.tensor.element()
 }
 
+/// Whether rows are aligned and made of whole pieces: WholeRows of norm.cu.
+fn is_whole(x: &Mat) -> bool {
+    let (element, address) = (x.tensor.element(), x.tensor.at(x.offset).0);
+    address.is_multiple_of(16) && [x.stride, x.cols].iter().all(|side| side.is_multiple_of(piece(element)))
+}
+
+/// Who shares a row in the backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sharers {
+    Warp,
+    /// A block, each thread with one piece.
+    Team,
+    /// A block, for any width.
+    Block,
+}
+
 /// How the backward's rows are cut, by their shape alone.
 struct Cut {
-    /// Warps that share a row; none where rows are too wide for that.
-    team: usize,
+    sharers: Sharers,
     threads: usize,
     /// Rows of a block.
     share: usize,
@@ -92,18 +113,21 @@ struct Cut {
 
 impl Cut {
     fn new(rows: usize, cols: usize, element: Element) -> Cut {
-        let team = cols.div_ceil(32 * piece(element)).max(1);
-        let (team, teams, threads) = match team {
-            1..=32 => {
-                let teams = (BACKWARD_WARPS / team).max(1);
-                (team, teams, 32 * team * teams)
-            }
-            _ => (0, 1, BLOCK_THREADS),
+        const WARP_THREADS: usize = 32 * BACKWARD_WARPS;
+        let pieces = cols.div_ceil(piece(element));
+        let (sharers, threads, least) = match pieces {
+            _ if pieces <= 32 * LANE_PIECES => (Sharers::Warp, WARP_THREADS, ROWS_EACH * BACKWARD_WARPS),
+            _ if pieces <= BLOCK_THREADS => (Sharers::Team, pieces.next_multiple_of(32), ROWS_EACH),
+            _ => (Sharers::Block, BLOCK_THREADS, ROWS_EACH),
         };
-        let most = (BACKWARD_THREADS / threads).min(PARTS / (2 * cols.max(1)));
+        let room = match sharers {
+            Sharers::Warp => BACKWARD_BLOCKS,
+            Sharers::Team | Sharers::Block => BACKWARD_THREADS / threads,
+        };
+        let most = room.min(PARTS / (SETS * cols.max(1)));
         assert!(most > 0, "rows of {cols} are too wide for partial sums");
-        let share = rows.div_ceil(most).max(TEAM_ROWS * teams);
-        Cut { team, threads, share, blocks: rows.div_ceil(share).max(1) }
+        let share = rows.div_ceil(most).max(least);
+        Cut { sharers, threads, share, blocks: rows.div_ceil(share).max(1) }
     }
 }
 
@@ -134,10 +158,12 @@ impl CudaDevice {
             eps,
             layer: layer(kind),
         };
-        // SAFETY: one warp or one block for each row; the lengths agree.
+        // SAFETY: warps go over all rows, or one block has each; the lengths agree.
         unsafe {
             if x.cols <= WARP_COLS {
-                launch!(self, "norm" of element, Grid::warps(x.rows), of)
+                let most = FORWARD_BLOCKS_EACH * self.facts.multiprocessors;
+                let grid = Grid::blocks(Grid::warps(x.rows).blocks[0].min(most));
+                launch!(self, "norm" of element, grid, of)
             } else {
                 let threads = x.cols.div_ceil(THREAD_COLS).next_multiple_of(32).min(BLOCK_THREADS);
                 let grid = Grid { threads: [threads, 1], ..Grid::blocks(x.rows) };
@@ -155,16 +181,18 @@ impl CudaDevice {
         bias: Option<&Tensor>,
         statistics: &Tensor,
         dy: &mut Tensor,
-        (weight_gradient, accumulate_weight): Sum,
+        weight_gradient: Sum,
         bias_gradient: Option<Sum>,
         (dx, accumulate): Sum,
+        dx_sums: Option<Sum>,
     ) -> Result {
         let element = assert_norm(kind, &x, weight, bias, statistics);
         assert_eq!((dy.len(), dx.len()), (x.rows * x.cols, x.rows * x.cols));
         assert_eq!(element_of(&[x.tensor, dy, dx]), element);
-        assert_eq!((weight_gradient.len(), weight_gradient.element()), (x.cols, Element::F32));
-        let second = bias_gradient.as_ref().map(|(bias, _)| &**bias);
-        assert!(second.is_none_or(|bias| bias.len() == x.cols && bias.element() == Element::F32));
+        let sums = [Some(weight_gradient), bias_gradient, dx_sums];
+        for (sum, _) in sums.iter().flatten() {
+            assert_eq!((sum.len(), sum.element()), (x.cols, Element::F32));
+        }
         let cut = Cut::new(x.rows, x.cols, element);
         let held = self.parts();
         let of = BackwardParameter {
@@ -181,22 +209,21 @@ impl CudaDevice {
             parts: held.at(0),
             layer: layer(kind),
             accumulate: i32::from(accumulate),
-            team: cut.team as i32,
+            sum_dx: i32::from(sums[2].is_some()),
         };
         let grid = Grid { threads: [cut.threads, 1], ..Grid::blocks(cut.blocks) };
-        // SAFETY: the lengths agree, and two rows of sums for each block fit the parts.
+        let whole = is_whole(&x);
+        // SAFETY: the lengths agree, and the sums of each block fit the parts.
         unsafe {
-            match cut.team {
-                0 => launch!(self, "norm_backward_wide" of element, grid, of),
-                _ => launch!(self, "norm_backward" of element, grid, of),
+            match cut.sharers {
+                Sharers::Warp if !whole => launch!(self, "norm_backward_any" of element, grid, of),
+                Sharers::Warp => launch!(self, "norm_backward" of element, grid, of),
+                Sharers::Team => launch!(self, "norm_backward_team" of element, grid, of),
+                Sharers::Block => launch!(self, "norm_backward_wide" of element, grid, of),
             }
         }?;
-        let second = bias_gradient.map(|(bias, accumulate)| (bias.at(0), accumulate));
-        // SAFETY: each block wrote its sums of both gradients, side by side.
-        unsafe {
-            let first = (weight_gradient.at(0), accumulate_weight);
-            self.add_rows(held.at(0), 2 * x.cols, cut.blocks, x.cols, first, second)
-        }
+        // SAFETY: each block wrote its sums that are asked for, side by side.
+        unsafe { self.add_rows(held.at(0), SETS * x.cols, cut.blocks, x.cols, sums) }
     }
 }
 
@@ -211,12 +238,12 @@ mod tests {
             for rows in [0, 1, 2, 31, 1000, 32768, 1 << 20] {
                 for cols in [1, 7, 256, 257, 768, 1024, 1025, 4096, 4097, 8192, 8193, 20000, 1 << 20] {
                     let cut = Cut::new(rows, cols, element);
-                    assert!(cut.blocks * cut.share >= rows && 2 * cut.blocks * cols <= PARTS);
+                    assert!(cut.blocks * cut.share >= rows && SETS * cut.blocks * cols <= PARTS);
                     assert!(cut.threads <= BLOCK_THREADS && cut.threads.is_multiple_of(32));
-                    if cut.team > 0 {
-                        assert!(32 * cut.team * piece(element) >= cols);
-                        let teams = cut.threads / 32 / cut.team;
-                        assert!(teams == 1 || 32 * cut.team * piece(element) <= 1024, "SHARED_COLS");
+                    match cut.sharers {
+                        Sharers::Warp => assert!(32 * LANE_PIECES * piece(element) >= cols),
+                        Sharers::Team => assert!(cut.threads * piece(element) >= cols),
+                        Sharers::Block => assert_eq!(cut.threads, BLOCK_THREADS),
                     }
                 }
             }

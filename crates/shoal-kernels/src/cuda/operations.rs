@@ -234,8 +234,20 @@ impl Device for CudaDevice {
         weight_gradient: Sum,
         bias_gradient: Option<Sum>,
         dx: Sum,
+        dx_sums: Option<Sum>,
     ) -> Result {
-        self.norm_gradients(kind, x, weight, bias, statistics, dy, weight_gradient, bias_gradient, dx)
+        self.norm_gradients(
+            kind,
+            x,
+            weight,
+            bias,
+            statistics,
+            dy,
+            weight_gradient,
+            bias_gradient,
+            dx,
+            dx_sums,
+        )
     }
 
     fn gelu(&self, x: &Tensor, out: &mut Tensor) -> Result {

@@ -3,7 +3,7 @@
 
 use super::launch::{Address, Grid, Parameter, launch, parameter, piece};
 use super::{CudaDevice, PARTS};
-use crate::device::{LossMode, Mat, MatMut, Result, SCALAR_ELEMENTS};
+use crate::device::{LossMode, Mat, MatMut, Result, SCALAR_ELEMENTS, Sum};
 use crate::tensor::{Element, Tensor};
 
 /// Pieces and lines of a block that sums columns: STRIP and STRIP_LINES of norm.cu.
@@ -37,6 +37,26 @@ struct LogitsParameter {
 // SAFETY: struct Logits.
 unsafe impl Parameter for LogitsParameter {}
 
+/// `RowsSum` of norm.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(super) struct RowsSum {
+    out: Address,
+    accumulate: i32,
+}
+
+// SAFETY: struct RowsSum.
+unsafe impl Parameter for RowsSum {}
+
+impl From<Option<Sum<'_>>> for RowsSum {
+    fn from(sum: Option<Sum>) -> RowsSum {
+        sum.map_or(RowsSum { out: Address(0), accumulate: 0 }, |(out, accumulate)| RowsSum {
+            out: out.at(0),
+            accumulate: i32::from(accumulate),
+        })
+    }
+}
+
 impl CudaDevice {
     pub(super) fn column_sums(&self, dy: Mat, gradient: &mut Tensor, accumulate: bool) -> Result {
         assert_eq!((gradient.len(), gradient.element()), (dy.cols, Element::F32));
@@ -68,13 +88,15 @@ impl CudaDevice {
             )?;
             if chunks > 1 {
                 assert!(chunks * dy.cols <= PARTS);
-                self.add_rows(held.at(0), dy.cols, chunks, dy.cols, (gradient.at(0), accumulate), None)?;
+                let sums = [Some((gradient, accumulate)), None, None];
+                self.add_rows(held.at(0), dy.cols, chunks, dy.cols, sums)?;
             }
         }
         Ok(())
     }
 
-    /// `out (+)=` the sum of partial rows; `second` likewise, of the columns that follow the first `cols`.
+    /// Each output `(+)=` the sum of partial rows: the first of their first `cols` columns, others of the
+    /// columns that follow.
     ///
     /// # Safety
     /// The parts have so many rows, the outputs `cols` floats.
@@ -84,29 +106,17 @@ impl CudaDevice {
         stride: usize,
         rows: usize,
         cols: usize,
-        (out, accumulate): (Address, bool),
-        second: Option<(Address, bool)>,
+        sums: [Option<Sum>; 3],
     ) -> Result {
-        let blocks = [cols.div_ceil(LAST_STRIP), if second.is_some() { 2 } else { 1 }, 1];
-        let grid = Grid { blocks, threads: [LAST_STRIP, LAST_STRIP], shared_bytes: 0 };
-        let (second, accumulate_second) = second.unwrap_or((Address(0), false));
-        let (accumulate, accumulate_second) = (i32::from(accumulate), i32::from(accumulate_second));
+        let last = sums.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
+        let grid = Grid {
+            blocks: [cols.div_ceil(LAST_STRIP), last, 1],
+            threads: [LAST_STRIP, LAST_STRIP],
+            shared_bytes: 0,
+        };
+        let [first, second, third] = sums.map(RowsSum::from);
         // SAFETY: by this function's contract.
-        unsafe {
-            launch!(
-                self,
-                "add_rows",
-                grid,
-                parts,
-                stride,
-                rows,
-                cols,
-                out,
-                accumulate,
-                second,
-                accumulate_second
-            )
-        }
+        unsafe { launch!(self, "add_rows", grid, parts, stride, rows, cols, first, second, third) }
     }
 
     pub(super) fn softmax_loss(

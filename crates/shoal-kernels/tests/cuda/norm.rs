@@ -65,10 +65,13 @@ fn norm_backward() {
         let mut statistics = unwritten(device, rows * shape.kind.statistics());
         let mut out = active_unwritten(device, case, rows * cols);
         device.norm(shape.kind, EPS, x.mat(), &weight, bias.as_ref(), &mut statistics, &mut out).unwrap();
-        let accumulate = ["weight", "bias", "dx"].map(|which| case.yes(&format!("accumulate {which}")));
+        let accumulate =
+            ["weight", "bias", "dx", "dx sums"].map(|which| case.yes(&format!("accumulate {which}")));
         let mut weight_gradient = before(device, case, accumulate[0], cols);
         let mut bias_gradient = before(device, case, accumulate[1], cols);
         let mut dx = active_before(device, case, accumulate[2], rows * cols);
+        let with_sums = case.yes("sum dx");
+        let mut dx_sums = before(device, case, accumulate[3], cols);
         device
             .norm_backward(
                 shape.kind,
@@ -80,6 +83,7 @@ fn norm_backward() {
                 (&mut weight_gradient, accumulate[0]),
                 shape.with_bias.then_some((&mut bias_gradient, accumulate[1])),
                 (&mut dx, accumulate[2]),
+                with_sums.then_some((&mut dx_sums, accumulate[3])),
             )
             .unwrap();
         let (out, again) = (read(device, &out), read(device, &dy));
@@ -88,6 +92,9 @@ fn norm_backward() {
         let mut results = vec![read(device, &dx), read(device, &weight_gradient), again];
         if shape.with_bias {
             results.push(read(device, &bias_gradient));
+        }
+        if with_sums {
+            results.push(read(device, &dx_sums));
         }
         results
     });

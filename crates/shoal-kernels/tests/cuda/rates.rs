@@ -72,25 +72,30 @@ fn norms(device: &CudaDevice) {
     report(device, "norm 32768 x 768", 2 * 2 * ROWS * WIDTH, || {
         device.norm(NormKind::Layer, 1e-5, mat, &weight, Some(&bias), &mut statistics, &mut dx).unwrap();
     });
-    report(device, "norm_backward 32768 x 768", 5 * 2 * ROWS * WIDTH, || {
-        device
-            .norm_backward(
-                NormKind::Layer,
-                mat,
-                &weight,
-                Some(&bias),
-                &statistics,
-                &mut dy,
-                (&mut dw, true),
-                Some((&mut db, true)),
-                (&mut dx, true),
-            )
-            .unwrap();
-    });
+    let mut sums = float(device, WIDTH);
+    for with_sums in [false, true] {
+        let label = format!("norm_backward 32768 x 768{}", if with_sums { ", sums of dx" } else { "" });
+        report(device, &label, 5 * 2 * ROWS * WIDTH, || {
+            device
+                .norm_backward(
+                    NormKind::Layer,
+                    mat,
+                    &weight,
+                    Some(&bias),
+                    &statistics,
+                    &mut dy,
+                    (&mut dw, true),
+                    Some((&mut db, true)),
+                    (&mut dx, true),
+                    with_sums.then_some((&mut sums, true)),
+                )
+                .unwrap();
+        });
+    }
 }
 
 fn bias_gradients(device: &CudaDevice) {
-    for outputs in [3 * WIDTH, HIDDEN] {
+    for outputs in [WIDTH, 3 * WIDTH, HIDDEN] {
         let (dy, mut gradient) = (half(device, ROWS * outputs), float(device, outputs));
         let label = format!("bias_gradient 32768 x {outputs}");
         report(device, &label, 2 * ROWS * outputs, || {

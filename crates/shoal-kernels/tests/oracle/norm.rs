@@ -18,8 +18,9 @@ struct Case {
     /// Added to every element of `x`: a mean that the variance must not feel.
     offset: f32,
     with_bias: bool,
-    /// The gradients of weight, bias and input, each on its own.
-    accumulate: [bool; 3],
+    with_sums: bool,
+    /// The gradients of weight, bias and input, and the last one's sums, each on its own.
+    accumulate: [bool; 4],
     threads: usize,
     seed: u64,
 }
@@ -32,11 +33,12 @@ prop_compose! {
         eps in prop::sample::select(vec![1e-6f32, 1e-5, 0.1]),
         offset in prop::sample::select(vec![0.0f32, 0.5, -4.0]),
         with_bias: bool,
-        accumulate: [bool; 3],
+        with_sums: bool,
+        accumulate: [bool; 4],
         threads in 1usize..=3,
         seed: u64,
     ) -> Case {
-        Case { kind, rows, cols, margin, eps, offset, with_bias, accumulate, threads, seed }
+        Case { kind, rows, cols, margin, eps, offset, with_bias, with_sums, accumulate, threads, seed }
     }
 }
 
@@ -122,13 +124,17 @@ proptest! {
         assert_close("norm", out, &expected);
     }
 
-    /// Three gradients, which accumulate or not each on its own, and the output again in the place of its
-    /// gradient.
+    /// Three gradients and the last one's column sums, which accumulate or not each on its own, and the output
+    /// again in the place of its gradient.
     #[test]
     fn norm_backward(case in case()) {
         let Case { kind, rows, cols, accumulate, .. } = case;
-        let before = [("weight before", cols), ("bias before", cols), ("before", rows * cols)]
-            .map(|(name, elements)| normal(case.seed, name, elements));
+        let names = ["weight before", "bias before", "before", "sums before"];
+        let before: Vec<Vec<f32>> = names
+            .iter()
+            .zip([cols, cols, rows * cols, cols])
+            .map(|(name, elements)| normal(case.seed, name, elements))
+            .collect();
         let device = device(case.threads);
         let results = twice(|| {
             let x = Matrix::new(&device, rows, cols, case.margin, &case.x());
@@ -139,7 +145,7 @@ proptest! {
                 true => tensor(&device, &before[which]),
                 false => unwritten(&device, before[which].len()),
             };
-            let [mut dw, mut db, mut dx] = [0, 1, 2].map(start);
+            let [mut dw, mut db, mut dx, mut dx_sums] = [0, 1, 2, 3].map(start);
             device
                 .norm_backward(
                     kind,
@@ -151,11 +157,12 @@ proptest! {
                     (&mut dw, accumulate[0]),
                     case.with_bias.then_some((&mut db, accumulate[1])),
                     (&mut dx, accumulate[2]),
+                    case.with_sums.then_some((&mut dx_sums, accumulate[3])),
                 )
                 .unwrap();
-            [dw, db, dx, out, dy].iter().map(|tensor| tensor.floats().to_vec()).collect()
+            [dw, db, dx, dx_sums, out, dy].iter().map(|tensor| tensor.floats().to_vec()).collect()
         });
-        let [dw, db, dx, out, again] = results.as_slice() else { unreachable!() };
+        let [dw, db, dx, dx_sums, out, again] = results.as_slice() else { unreachable!() };
         assert_written("the output again", again);
         prop_assert!(same_bits(out, again), "the output made again differs from the norm's");
 
@@ -163,7 +170,7 @@ proptest! {
             true => numbers(&before[which]),
             false => vec![Number::default(); before[which].len()],
         };
-        let [mut weight_sums, mut bias_sums, mut sums] = [0, 1, 2].map(start);
+        let [mut weight_sums, mut bias_sums, mut sums, mut column_sums] = [0, 1, 2, 3].map(start);
         let (x, weight, dy) = (case.x(), numbers(&case.weight()), numbers(&case.dy()));
         let lines = x.chunks_exact(cols).zip(dy.chunks_exact(cols));
         for ((x, dy), sums) in lines.zip(sums.chunks_exact_mut(cols)) {
@@ -175,11 +182,17 @@ proptest! {
             for (sum, slope) in sums.iter_mut().zip(row_gradient(&case, x, &weight, dy)) {
                 *sum += slope;
             }
+            for (column, sum) in column_sums.iter_mut().zip(sums.iter()) {
+                *column += *sum;
+            }
         }
         assert_close("the weight's gradient", dw, &weight_sums);
         if case.with_bias {
             assert_close("the bias's gradient", db, &bias_sums);
         }
         assert_close("the input's gradient", dx, &sums);
+        if case.with_sums {
+            assert_close("its column sums", dx_sums, &column_sums);
+        }
     }
 }

@@ -217,6 +217,41 @@ __device__ __forceinline__ void store_floats(float *row, Index first, Index end,
     }
 }
 
+// Elements `first..` of a row to shared memory, as `load_piece` gives them; the thread that asked finds them
+// there once it has waited. What is not aligned comes at once.
+template <typename T, typename Index>
+__device__ __forceinline__ void send_piece(uint4 *to, const T *row, Index first, Index end, Whole) {
+#if __CUDA_ARCH__ >= 800
+    // Of no bytes nothing is read, and zeros are written.
+    bool inside = first < end;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"((u32)__cvta_generic_to_shared(to)), "l"(inside ? row + first : row), "r"(inside ? 16 : 0)
+                 : "memory");
+#else
+    store_whole((T *)to, load_piece(row, first, end, Whole()));
+#endif
+}
+
+template <typename T, typename Index>
+__device__ __forceinline__ void send_piece(uint4 *to, const T *row, Index first, Index end, bool wide) {
+    if (wide && first + Piece<T>::SIZE <= end) send_piece(to, row, first, end, Whole());
+    else store_whole((T *)to, load_piece(row, first, end, false));
+}
+
+// Makes one group of what was sent since the group before.
+__device__ __forceinline__ void close_group() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for all groups of this thread but the last LATER.
+template <int LATER> __device__ __forceinline__ void wait_groups() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" :: "n"(LATER) : "memory");
+#endif
+}
+
 // Functions that halves do not need to the last bit of a float.
 template <typename T> struct Functions {
     __device__ static float exp2(float x) {

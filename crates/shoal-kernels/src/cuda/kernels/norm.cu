@@ -32,49 +32,18 @@ struct BlockTeam {
     __device__ static float sum(float value) { return block_sum(value); }
 };
 
-// How rows may be moved: those of x, those of tensors without a stride, and the parameters'.
+// How rows may be moved: those of x, those of tensors without a stride, and the parameters'. Loops that only
+// send pieces are unrolled where that takes little code.
 struct AnyRows {
+    static const int UNROLL = 1;
     bool x, out, floats;
     __device__ static bool inside(i64 col, i64 cols) { return col < cols; }
 };
 
 struct WholeRows {
+    static const int UNROLL = 8;
     Whole x, out, floats;
     __device__ static bool inside(i64, i64) { return true; }
-};
-
-// A row that a team goes over more than once: HELD pieces a thread stay in registers, what a longer row has
-// past them is read again.
-template <typename T, typename Team, int HELD, typename Wide> struct Row {
-    static const int SIZE = Piece<T>::SIZE;
-    const T *start;
-    i64 cols;
-    Wide wide;
-    Piece<T> held[HELD];
-
-    __device__ __forceinline__ Row(const T *start, i64 cols, Wide wide) : start(start), cols(cols), wide(wide) {
-#pragma unroll
-        for (int i = 0; i < HELD; i++) held[i] = load_piece(start, first(i), cols, wide);
-    }
-
-    __device__ static __forceinline__ i64 first(int index) {
-        return (i64)(Team::rank() + index * Team::size()) * SIZE;
-    }
-
-    // Calls work(first, values); values past the row's end are zero.
-    template <typename Work> __device__ __forceinline__ void each(Work work) const {
-        float values[SIZE];
-#pragma unroll
-        for (int i = 0; i < HELD; i++) {
-            if (first(i) >= cols) return;
-            unpack(held[i], values);
-            work(first(i), values);
-        }
-        for (i64 at = first(HELD); at < cols; at += Team::size() * SIZE) {
-            load_values(start, at, cols, wide, values);
-            work(at, values);
-        }
-    }
 };
 
 template <typename T> struct Norm {
@@ -87,29 +56,75 @@ template <typename T> struct Norm {
     int layer;
 };
 
-template <typename T, typename Team, int HELD, typename Rows>
-__device__ __forceinline__ void norm_row(const Norm<T> &of, i64 row, Rows rows) {
+// Pieces that cover so many columns with a team of 32.
+#define HELD_FOR(T, COLS) ((COLS) / 32 / Piece<T>::SIZE)
+
+// A row that a team goes over more than once: HELD pieces a thread stay in registers.
+template <typename T, typename Team, int HELD> struct HeldRow {
+    static const int SIZE = Piece<T>::SIZE;
+    i64 cols;
+    Piece<T> held[HELD];
+
+    __device__ static __forceinline__ i64 first(int index) {
+        return (i64)(Team::rank() + index * Team::size()) * SIZE;
+    }
+
+    // Calls work(index, first, values) for each piece; values past the row's end are zero.
+    template <typename Work> __device__ __forceinline__ void each(Work work) const {
+        float values[SIZE];
+#pragma unroll
+        for (int i = 0; i < HELD; i++) {
+            if (first(i) >= cols) return;
+            unpack(held[i], values);
+            work(i, first(i), values);
+        }
+    }
+};
+
+// What a longer row has past those pieces is read again.
+template <typename T, typename Team, int HELD, typename Wide> struct LongRow : HeldRow<T, Team, HELD> {
+    typedef HeldRow<T, Team, HELD> Held;
+    const T *start;
+    Wide wide;
+
+    __device__ __forceinline__ LongRow(const T *start, i64 cols, Wide wide) : start(start), wide(wide) {
+        this->cols = cols;
+#pragma unroll
+        for (int i = 0; i < HELD; i++) this->held[i] = load_piece(start, Held::first(i), cols, wide);
+    }
+
+    template <typename Work> __device__ __forceinline__ void each(Work work) const {
+        Held::each(work);
+        float values[Held::SIZE];
+        for (i64 at = Held::first(HELD); at < this->cols; at += Team::size() * Held::SIZE) {
+            load_values(start, at, this->cols, wide, values);
+            work(HELD, at, values);
+        }
+    }
+};
+
+// A row's mean and reciprocal, written down by the team's first thread.
+template <typename Team, typename Rows, typename T, typename Values>
+__device__ __forceinline__ RowScale measure(const Norm<T> &of, i64 row, const Values &values) {
     const int SIZE = Piece<T>::SIZE;
-    i64 cols = of.cols;
-    Row<T, Team, HELD, decltype(rows.x)> values(of.x + row * of.stride, cols, rows.x);
     RowScale by = {0.0f, 0.0f};
     if (of.layer) {
         float sum = 0.0f;
-        values.each([&](i64, const float (&x)[SIZE]) {
+        values.each([&](int, i64, const float (&x)[SIZE]) {
 #pragma unroll
             for (int i = 0; i < SIZE; i++) sum += x[i];
         });
-        by.mean = Team::sum(sum) / cols;
+        by.mean = Team::sum(sum) / of.cols;
     }
     float squares = 0.0f;
-    values.each([&](i64 first, const float (&x)[SIZE]) {
+    values.each([&](int, i64 first, const float (&x)[SIZE]) {
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
-            float apart = Rows::inside(first + i, cols) ? x[i] - by.mean : 0.0f;
+            float apart = Rows::inside(first + i, of.cols) ? x[i] - by.mean : 0.0f;
             squares = fmaf(apart, apart, squares);
         }
     });
-    by.scale = 1.0f / sqrtf(Team::sum(squares) / cols + of.eps);
+    by.scale = 1.0f / sqrtf(Team::sum(squares) / of.cols + of.eps);
     if (Team::rank() == 0) {
         if (of.layer) {
             of.statistics[2 * row] = by.mean;
@@ -118,8 +133,71 @@ __device__ __forceinline__ void norm_row(const Norm<T> &of, i64 row, Rows rows) 
             of.statistics[row] = by.scale;
         }
     }
+    return by;
+}
+
+// Pieces of a warp's coming rows that each lane has on their way: three rows of halves, one of floats.
+#define FORWARD_AHEAD 12
+
+// A warp's rows, those that follow already on their way. A lane has the same columns in every row, whose
+// parameters stay with it, and takes back what it sent itself.
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_rows(const Norm<T> &of, uint4 (&coming)[FORWARD_AHEAD][32], Rows rows) {
+    const int SIZE = Piece<T>::SIZE, HELD = HELD_FOR(T, 1024), COMING = FORWARD_AHEAD / HELD;
+    int lane = threadIdx.x % 32, cols = of.cols;
+    i64 row = (i64)blockIdx.x * WARPS + threadIdx.x / 32, step = (i64)gridDim.x * WARPS;
+    auto first = [&](int i) { return (i * 32 + lane) * SIZE; };
+    auto send = [&](i64 row, int place) {
+#pragma unroll Rows::UNROLL
+        for (int i = 0; i < HELD; i++) {
+            if (row >= of.rows || first(i) >= cols) break;
+            send_piece(&coming[place * HELD + i][lane], of.x + row * of.stride, first(i), cols, rows.x);
+        }
+        close_group();
+    };
+#pragma unroll
+    for (int i = 0; i < COMING; i++) send(row + i * step, i);
+    float weights[HELD][SIZE], shifts[HELD][SIZE] = {};
+#pragma unroll
+    for (int i = 0; i < HELD; i++) {
+        load_floats(of.weight, first(i), cols, rows.floats, weights[i]);
+        if (of.bias) load_floats(of.bias, first(i), cols, rows.floats, shifts[i]);
+    }
+    for (int place = 0; row < of.rows; row += step, place = place + 1 < COMING ? place + 1 : 0) {
+        HeldRow<T, WarpTeam, HELD> values = {cols};
+        wait_groups<COMING - 1>();
+#pragma unroll
+        for (int i = 0; i < HELD; i++) values.held[i] = whole_piece((const T *)&coming[place * HELD + i][lane]);
+        send(row + COMING * step, place);
+        RowScale by = measure<WarpTeam, Rows>(of, row, values);
+        values.each([&](int piece, i64 first, const float (&x)[SIZE]) {
+            float results[SIZE];
+#pragma unroll
+            for (int i = 0; i < SIZE; i++) {
+                results[i] = scaled(by.normal(x[i]), weights[piece][i], of.bias, shifts[piece][i]);
+            }
+            store_values(of.out + row * cols, first, of.cols, rows.out, results);
+        });
+    }
+}
+
+// One warp a row, for rows of up to 1024 columns. Warps stay for as many rows as there are.
+template <typename T> __device__ __forceinline__ void norm(const Norm<T> &of) {
+    __shared__ uint4 coming[WARPS][FORWARD_AHEAD][32];
+    AnyRows rows = {aligned(of.x, of.stride), of.cols % Piece<T>::SIZE == 0, true};
+    if (rows.x && rows.out) norm_rows(of, coming[threadIdx.x / 32], WholeRows());
+    else norm_rows(of, coming[threadIdx.x / 32], rows);
+}
+BOUNDED(norm, __launch_bounds__(THREADS, 2), (Norm<T> of), (of))
+
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_wide_row(const Norm<T> &of, i64 row, Rows rows) {
+    const int SIZE = Piece<T>::SIZE;
+    i64 cols = of.cols;
+    LongRow<T, BlockTeam, HELD_FOR(T, 512), decltype(rows.x)> values(of.x + row * of.stride, cols, rows.x);
+    RowScale by = measure<BlockTeam, Rows>(of, row, values);
     T *out = of.out + row * cols;
-    values.each([&](i64 first, const float (&x)[SIZE]) {
+    values.each([&](int, i64 first, const float (&x)[SIZE]) {
         float weights[SIZE], shifts[SIZE] = {}, results[SIZE];
         load_floats(of.weight, first, cols, rows.floats, weights);
         if (of.bias) load_floats(of.bias, first, cols, rows.floats, shifts);
@@ -129,56 +207,24 @@ __device__ __forceinline__ void norm_row(const Norm<T> &of, i64 row, Rows rows) 
     });
 }
 
-// Pieces that cover so many columns with a team of 32.
-#define HELD_FOR(T, COLS) ((COLS) / 32 / Piece<T>::SIZE)
-
-template <typename T, typename Team, int HELD>
-__device__ __forceinline__ void norm_any_row(const Norm<T> &of, i64 row) {
-    AnyRows rows = {aligned(of.x, of.stride), of.cols % Piece<T>::SIZE == 0, true};
-    if (rows.x && rows.out) norm_row<T, Team, HELD>(of, row, WholeRows());
-    else norm_row<T, Team, HELD>(of, row, rows);
-}
-
-// One warp a row, for rows of up to 1024 columns.
-template <typename T> __device__ __forceinline__ void norm(const Norm<T> &of) {
-    i64 row = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (row < of.rows) norm_any_row<T, WarpTeam, HELD_FOR(T, 1024)>(of, row);
-}
-TYPED(norm, (Norm<T> of), (of))
-
 // One block a row: any width.
 template <typename T> __device__ __forceinline__ void norm_wide(const Norm<T> &of) {
-    norm_any_row<T, BlockTeam, HELD_FOR(T, 512)>(of, blockIdx.x);
+    AnyRows rows = {aligned(of.x, of.stride), of.cols % Piece<T>::SIZE == 0, true};
+    if (rows.x && rows.out) norm_wide_row(of, blockIdx.x, WholeRows());
+    else norm_wide_row(of, blockIdx.x, rows);
 }
 BOUNDED(norm_wide, __launch_bounds__(1024), (Norm<T> of), (of))
 
 // What a norm's backward works on. Each block takes `share` rows and leaves one row of partial sums: those
-// of the weight's gradient, then those of the bias's. `team` warps share a row.
+// of the weight's gradient, those of the bias's, and, where they are asked for, those of dx.
 template <typename T> struct NormBackward {
     const T *x;
     i64 stride, rows, cols, share;
     const float *weight, *bias, *statistics;
     T *dy, *dx;
     float *parts;
-    int layer, accumulate, team;
+    int layer, accumulate, sum_dx;
 };
-
-// Columns of a row of which a block has several at a time, at most: norm.rs counts on it.
-#define SHARED_COLS 1024
-
-// Sums over teams of `warps` neighbouring warps from `first` on, warps in order; the whole block calls. Calls
-// alternate between two places: one barrier is enough to keep a warp that is ahead from writing where another
-// still reads.
-__device__ __forceinline__ void team_sums(float &a, float &b, int first, int warps, int turn) {
-    __shared__ float parts[2][2][32];
-    a = warp_sum(a), b = warp_sum(b);
-    if (warps == 1) return;
-    int own = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) parts[turn][0][own] = a, parts[turn][1][own] = b;
-    __syncthreads();
-    a = 0.0f, b = 0.0f;
-    for (int warp = first; warp < first + warps; warp++) a += parts[turn][0][warp], b += parts[turn][1][warp];
-}
 
 // The same sixteen bytes, but what was unpacked from them before is not worth its registers.
 template <typename T> __device__ __forceinline__ void unpack_again(Piece<T> piece, float (&values)[Piece<T>::SIZE]) {
@@ -187,98 +233,232 @@ template <typename T> __device__ __forceinline__ void unpack_again(Piece<T> piec
     unpack(piece, values);
 }
 
+// A thread's sums of the columns of one piece.
+template <int SIZE> struct ColumnSums {
+    float weight[SIZE], bias[SIZE], dx[SIZE];
+};
+
 // With x̂ the normalised row and g = dy * weight:
 // dx = scale * (g - mean(g) - x̂ * mean(g * x̂)), and no mean(g) for the root mean square.
-// One pass: a thread has one piece of every row of its team, so its columns' sums stay with it. The teams go
-// from row to row together.
+// This is one piece's part of both means, and of the columns' sums.
 template <typename T, typename Rows>
-__device__ __forceinline__ void norm_backward_rows(const NormBackward<T> &of, int own_team, int teams, int first,
-                                                   float (&weight_sums)[Piece<T>::SIZE],
-                                                   float (&bias_sums)[Piece<T>::SIZE], Rows rows) {
+__device__ __forceinline__ void norm_backward_means(const NormBackward<T> &of, int first, RowScale by,
+                                                    const Piece<T> &x, const Piece<T> &dy, Rows rows, float &along,
+                                                    float &average, ColumnSums<Piece<T>::SIZE> &sums) {
     const int SIZE = Piece<T>::SIZE;
-    int cols = of.cols, turn = 0, first_warp = own_team * of.team;
-    float part = 1.0f / cols;
-    i64 begin = blockIdx.x * of.share, end = min(begin + of.share, of.rows);
-    for (i64 start = begin; start < end; start += teams, turn ^= 1) {
-        // Without a row, and past a row's end, all is zero and adds nothing anywhere.
-        i64 row = min(start + own_team, end - 1);
-        int row_cols = start + own_team < end ? cols : 0;
-        const T *x = of.x + row * of.stride;
-        T *dy = of.dy + row * cols, *dx = of.dx + row * cols;
-        Piece<T> x_piece = load_piece(x, first, row_cols, rows.x);
-        Piece<T> dy_piece = load_piece((const T *)dy, first, row_cols, rows.out);
-        Piece<T> dx_piece = load_piece((const T *)dx, first, of.accumulate ? row_cols : 0, rows.out);
-        RowScale by = row_scale(of.layer, of.statistics, row);
-        float values[SIZE], slopes[SIZE], weights[SIZE], shifts[SIZE] = {}, sums[SIZE];
-        unpack(x_piece, values);
-        unpack(dy_piece, slopes);
-        load_floats(of.weight, first, cols, rows.floats, weights);
-        float along = 0.0f, average = 0.0f;
+    float values[SIZE], slopes[SIZE], weights[SIZE];
+    unpack(x, values);
+    unpack(dy, slopes);
+    load_floats(of.weight, first, (int)of.cols, rows.floats, weights);
 #pragma unroll
-        for (int i = 0; i < SIZE; i++) {
-            float normal = by.normal(values[i]), g = slopes[i] * weights[i];
-            along = fmaf(g, normal, along);
-            average += g;
-            weight_sums[i] = fmaf(slopes[i], normal, weight_sums[i]);
-            bias_sums[i] += slopes[i];
-        }
-        team_sums(along, average, first_warp, of.team, turn);
-        along *= part;
-        average = of.layer ? average * part : 0.0f;
-        unpack_again(x_piece, values);
-        unpack_again(dy_piece, slopes);
-        unpack(dx_piece, sums);
-        const float *weight = of.weight;
-        asm volatile("" : "+l"(weight));
-        load_floats(weight, first, cols, rows.floats, weights);
-        if (of.bias) load_floats(of.bias, first, cols, rows.floats, shifts);
-#pragma unroll
-        for (int i = 0; i < SIZE; i++) {
-            float normal = by.normal(values[i]);
-            sums[i] += by.scale * (slopes[i] * weights[i] - average - normal * along);
-            values[i] = scaled(normal, weights[i], of.bias, shifts[i]);
-        }
-        store_values(dx, first, row_cols, rows.out, sums);
-        store_values(dy, first, row_cols, rows.out, values);
+    for (int i = 0; i < SIZE; i++) {
+        float normal = by.normal(values[i]), g = slopes[i] * weights[i];
+        along = fmaf(g, normal, along);
+        average += g;
+        sums.weight[i] = fmaf(slopes[i], normal, sums.weight[i]);
+        sums.bias[i] += slopes[i];
     }
 }
 
-template <typename T> __device__ __forceinline__ void norm_backward(const NormBackward<T> &of) {
+// One piece's dx, added to what there was of it, and the norm's output again. Of dx the columns are summed
+// before it is rounded.
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_backward_piece(const NormBackward<T> &of, i64 row, int first, int row_cols,
+                                                    RowScale by, const Piece<T> &x, const Piece<T> &dy,
+                                                    const Piece<T> &before, Rows rows, float along, float average,
+                                                    ColumnSums<Piece<T>::SIZE> &sums) {
     const int SIZE = Piece<T>::SIZE;
-    __shared__ float columns[2][SHARED_COLS];
-    int team_threads = of.team * 32, own_team = threadIdx.x / team_threads, teams = blockDim.x / team_threads;
-    int cols = of.cols, first = threadIdx.x % team_threads * SIZE;
-    float weight_sums[SIZE] = {}, bias_sums[SIZE] = {};
-    AnyRows rows = {aligned(of.x, of.stride), cols % SIZE == 0, true};
-    if (rows.x && rows.out) norm_backward_rows(of, own_team, teams, first, weight_sums, bias_sums, WholeRows());
-    else norm_backward_rows(of, own_team, teams, first, weight_sums, bias_sums, rows);
-    float *parts = of.parts + blockIdx.x * 2 * of.cols;
-    if (teams == 1) {
-        // Rows of parts are aligned only by chance, and written once.
+    int cols = of.cols;
+    float values[SIZE], slopes[SIZE], weights[SIZE], shifts[SIZE] = {}, results[SIZE];
+    unpack_again(x, values);
+    unpack_again(dy, slopes);
+    unpack(before, results);
+    const float *weight = of.weight;
+    asm volatile("" : "+l"(weight));
+    load_floats(weight, first, cols, rows.floats, weights);
+    if (of.bias) load_floats(of.bias, first, cols, rows.floats, shifts);
 #pragma unroll
-        for (int i = 0; i < SIZE; i++) {
-            if (first + i < cols) parts[first + i] = weight_sums[i], parts[cols + first + i] = bias_sums[i];
-        }
-        return;
+    for (int i = 0; i < SIZE; i++) {
+        float normal = by.normal(values[i]);
+        results[i] += by.scale * (slopes[i] * weights[i] - average - normal * along);
+        sums.dx[i] += results[i];
+        values[i] = scaled(normal, weights[i], of.bias, shifts[i]);
     }
-    // The teams' sums, added in their order.
-    for (int team = 0; team < teams; team++) {
-        if (own_team == team) {
+    store_values(of.dx + row * cols, first, row_cols, rows.out, results);
+    store_values(of.dy + row * cols, first, row_cols, rows.out, values);
+}
+
+// Warps of a block that each have rows of their own, and pieces of such a row that a lane has at most: norm.rs
+// counts on both.
+#define BACKWARD_WARPS 6
+#define LANE_PIECES 4
+
+// A warp's next row, on its way while the warp works on the one before: registers would not hold both, nor
+// hold x until its second use. A lane takes back what it sent itself, so nobody waits for another.
+struct NextRow {
+    uint4 x[2][LANE_PIECES][32], dy[LANE_PIECES][32], dx[LANE_PIECES][32];
+};
+
+// A warp's rows of the block's share. A lane has the same columns in every row, so their sums stay with it;
+// what lies past the row's end is zero and adds nothing anywhere.
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_backward_rows(const NormBackward<T> &of, NextRow &next_row,
+                                                   ColumnSums<Piece<T>::SIZE> (&sums)[LANE_PIECES], Rows rows) {
+    const int SIZE = Piece<T>::SIZE;
+    int lane = threadIdx.x % 32, cols = of.cols;
+    float part = 1.0f / cols;
+    i64 end = min((blockIdx.x + 1) * of.share, of.rows), row = blockIdx.x * of.share + threadIdx.x / 32;
+    // The pieces that some lane has.
+    auto used = [&](int i) { return i * 32 * SIZE < cols; };
+    auto first = [&](int i) { return (i * 32 + lane) * SIZE; };
+    auto send_inputs = [&](i64 row, int turn) {
+#pragma unroll Rows::UNROLL
+        for (int i = 0; i < LANE_PIECES; i++) {
+            if (row >= end || !used(i)) break;
+            send_piece(&next_row.x[turn][i][lane], of.x + row * of.stride, first(i), cols, rows.x);
+            send_piece(&next_row.dy[i][lane], (const T *)of.dy + row * cols, first(i), cols, rows.out);
+        }
+        close_group();
+    };
+    auto send_before = [&](i64 row) {
+#pragma unroll Rows::UNROLL
+        for (int i = 0; i < LANE_PIECES; i++) {
+            if (row >= end || !used(i) || !of.accumulate) break;
+            send_piece(&next_row.dx[i][lane], (const T *)of.dx + row * cols, first(i), cols, rows.out);
+        }
+        close_group();
+    };
+    RowScale next_by = {0.0f, 0.0f};
+    send_inputs(row, 0);
+    send_before(row);
+    if (row < end) next_by = row_scale(of.layer, of.statistics, row);
+    // Two groups are open at a time, a row's inputs and its dx, and the older is always the one needed.
+    for (int turn = 0; row < end; row += BACKWARD_WARPS, turn ^= 1) {
+        i64 next = row + BACKWARD_WARPS;
+        RowScale by = next_by;
+        Piece<T> dy[LANE_PIECES];
+        wait_groups<1>();
 #pragma unroll
-            for (int i = 0; i < SIZE; i++) {
-                float *weight_sum = &columns[0][first + i], *bias_sum = &columns[1][first + i];
-                *weight_sum = team ? *weight_sum + weight_sums[i] : weight_sums[i];
-                *bias_sum = team ? *bias_sum + bias_sums[i] : bias_sums[i];
-            }
+        for (int i = 0; i < LANE_PIECES; i++) {
+            if (used(i)) dy[i] = whole_piece((const T *)&next_row.dy[i][lane]);
         }
-        __syncthreads();
-    }
-    for (int col = threadIdx.x; col < cols; col += blockDim.x) {
-        parts[col] = columns[0][col];
-        parts[cols + col] = columns[1][col];
+        send_inputs(next, turn ^ 1);
+        if (next < end) next_by = row_scale(of.layer, of.statistics, next);
+        float along = 0.0f, average = 0.0f;
+#pragma unroll
+        for (int i = 0; i < LANE_PIECES; i++) {
+            if (!used(i)) break;
+            Piece<T> x = whole_piece((const T *)&next_row.x[turn][i][lane]);
+            norm_backward_means(of, first(i), by, x, dy[i], rows, along, average, sums[i]);
+        }
+        along = warp_sum(along) * part;
+        average = of.layer ? warp_sum(average) * part : 0.0f;
+        wait_groups<1>();
+#pragma unroll
+        for (int i = 0; i < LANE_PIECES; i++) {
+            if (!used(i)) break;
+            Piece<T> x = whole_piece((const T *)&next_row.x[turn][i][lane]), before = {{0, 0, 0, 0}};
+            if (of.accumulate) before = whole_piece((const T *)&next_row.dx[i][lane]);
+            norm_backward_piece(of, row, first(i), cols, by, x, dy[i], before, rows, along, average, sums[i]);
+        }
+        send_before(next);
     }
 }
-BOUNDED(norm_backward, __launch_bounds__(1024), (NormBackward<T> of), (of))
+
+// One warp a row, for rows of up to LANE_PIECES pieces a lane. Warps meet only when their rows are done.
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_backward_warps(const NormBackward<T> &of, Rows rows) {
+    const int SIZE = Piece<T>::SIZE, COLS = LANE_PIECES * 32 * SIZE;
+    __shared__ NextRow next_rows[BACKWARD_WARPS];
+    float (*lines)[COLS] = (float (*)[COLS])next_rows;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, cols = of.cols;
+    ColumnSums<SIZE> sums[LANE_PIECES] = {};
+    norm_backward_rows(of, next_rows[warp], sums, rows);
+    float *parts = of.parts + blockIdx.x * 3 * of.cols;
+    // The warps' sums, added in their order.
+#pragma unroll
+    for (int set = 0; set < 3; set++) {
+        if (set == 2 && !of.sum_dx) return;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < LANE_PIECES; i++) {
+            const auto &own = set == 0 ? sums[i].weight : set == 1 ? sums[i].bias : sums[i].dx;
+            store_floats(lines[warp], (i * 32 + lane) * SIZE, COLS, Whole(), own);
+        }
+        __syncthreads();
+        for (int col = threadIdx.x; col < cols; col += blockDim.x) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int line = 0; line < BACKWARD_WARPS; line++) sum += lines[line][col];
+            parts[set * cols + col] = sum;
+        }
+    }
+}
+
+// Of aligned rows of whole pieces, and of any. The order of sums is the same; two kernels, because the code for
+// the second would take registers from the first.
+template <typename T> __device__ __forceinline__ void norm_backward(const NormBackward<T> &of) {
+    norm_backward_warps(of, WholeRows());
+}
+BOUNDED(norm_backward, __launch_bounds__(BACKWARD_WARPS * 32, 2), (NormBackward<T> of), (of))
+
+template <typename T> __device__ __forceinline__ void norm_backward_any(const NormBackward<T> &of) {
+    AnyRows rows = {aligned(of.x, of.stride), of.cols % Piece<T>::SIZE == 0, true};
+    norm_backward_warps(of, rows);
+}
+BOUNDED(norm_backward_any, __launch_bounds__(BACKWARD_WARPS * 32, 2), (NormBackward<T> of), (of))
+
+// Sums over the block, warps in order. Calls alternate between two places: one barrier is enough to keep a
+// warp that is ahead from writing where another still reads.
+__device__ __forceinline__ void team_sums(float &a, float &b, int turn) {
+    __shared__ float parts[2][2][32];
+    a = warp_sum(a), b = warp_sum(b);
+    int own = threadIdx.x / 32, warps = blockDim.x / 32;
+    if (threadIdx.x % 32 == 0) parts[turn][0][own] = a, parts[turn][1][own] = b;
+    __syncthreads();
+    a = 0.0f, b = 0.0f;
+    for (int warp = 0; warp < warps; warp++) a += parts[turn][0][warp], b += parts[turn][1][warp];
+}
+
+// The block's rows, one after the other; a thread has one piece of each.
+template <typename T, typename Rows>
+__device__ __forceinline__ void norm_backward_team_rows(const NormBackward<T> &of, int first,
+                                                        ColumnSums<Piece<T>::SIZE> &sums, Rows rows) {
+    int cols = of.cols, turn = 0;
+    float part = 1.0f / cols;
+    i64 begin = blockIdx.x * of.share, end = min(begin + of.share, of.rows);
+    for (i64 row = begin; row < end; row++, turn ^= 1) {
+        Piece<T> x = load_piece(of.x + row * of.stride, first, cols, rows.x);
+        Piece<T> dy = load_piece((const T *)of.dy + row * cols, first, cols, rows.out);
+        Piece<T> before = load_piece((const T *)of.dx + row * cols, first, of.accumulate ? cols : 0, rows.out);
+        RowScale by = row_scale(of.layer, of.statistics, row);
+        float along = 0.0f, average = 0.0f;
+        norm_backward_means(of, first, by, x, dy, rows, along, average, sums);
+        team_sums(along, average, turn);
+        along *= part;
+        average = of.layer ? average * part : 0.0f;
+        norm_backward_piece(of, row, first, cols, by, x, dy, before, rows, along, average, sums);
+    }
+}
+
+// One block a row, for rows of one piece a thread.
+template <typename T> __device__ __forceinline__ void norm_backward_team(const NormBackward<T> &of) {
+    const int SIZE = Piece<T>::SIZE;
+    int cols = of.cols, first = threadIdx.x * SIZE;
+    ColumnSums<SIZE> sums = {};
+    AnyRows rows = {aligned(of.x, of.stride), cols % SIZE == 0, true};
+    if (rows.x && rows.out) norm_backward_team_rows(of, first, sums, WholeRows());
+    else norm_backward_team_rows(of, first, sums, rows);
+    float *parts = of.parts + blockIdx.x * 3 * of.cols;
+    // Rows of parts are aligned only by chance, and written once.
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) {
+        if (first + i >= cols) return;
+        parts[first + i] = sums.weight[i], parts[cols + first + i] = sums.bias[i];
+        if (of.sum_dx) parts[2 * cols + first + i] = sums.dx[i];
+    }
+}
+BOUNDED(norm_backward_team, __launch_bounds__(1024), (NormBackward<T> of), (of))
 
 // The sums of two values over the block; what `block_sum` gives, in half the barriers.
 __device__ __forceinline__ void block_sums(float &a, float &b) {
@@ -297,8 +477,11 @@ __device__ __forceinline__ void block_sums(float &a, float &b) {
 // the start.
 template <typename T> __device__ __forceinline__ void norm_backward_wide(const NormBackward<T> &of) {
     i64 cols = of.cols, end = min((blockIdx.x + 1) * of.share, of.rows);
-    float *weight_sums = of.parts + blockIdx.x * 2 * cols, *bias_sums = weight_sums + cols;
-    for (i64 col = threadIdx.x; col < cols; col += blockDim.x) weight_sums[col] = 0.0f, bias_sums[col] = 0.0f;
+    i64 sets = of.sum_dx ? 3 : 2;
+    float *weight_sums = of.parts + blockIdx.x * 3 * cols, *bias_sums = weight_sums + cols, *dx_sums = bias_sums + cols;
+    for (i64 col = threadIdx.x; col < cols; col += blockDim.x) {
+        for (i64 set = 0; set < sets; set++) weight_sums[set * cols + col] = 0.0f;
+    }
     for (i64 row = blockIdx.x * of.share; row < end; row++) {
         const T *x = of.x + row * of.stride;
         T *dy = of.dy + row * cols, *dx = of.dx + row * cols;
@@ -317,7 +500,9 @@ template <typename T> __device__ __forceinline__ void norm_backward_wide(const N
             weight_sums[col] = fmaf(slope, normal, weight_sums[col]);
             bias_sums[col] += slope;
             float sum = of.accumulate ? to_float(dx[col]) : 0.0f;
-            dx[col] = from_float<T>(sum + by.scale * (slope * weight - average - normal * along));
+            sum += by.scale * (slope * weight - average - normal * along);
+            if (of.sum_dx) dx_sums[col] += sum;
+            dx[col] = from_float<T>(sum);
             dy[col] = from_float<T>(scaled(normal, weight, of.bias, of.bias ? of.bias[col] : 0.0f));
         }
     }
@@ -378,13 +563,20 @@ __device__ __forceinline__ void column_sums(const T *values, i64 stride, i64 row
 TYPED(column_sums, (const T *values, i64 stride, i64 rows, i64 cols, i64 chunk, float *out, int accumulate),
       (values, stride, rows, cols, chunk, out, accumulate))
 
-// out (+)= the sum of `rows` partial rows; blocks of y = 1 sum what lies behind the first `cols` of each row
-// into the second output. A block of 32 x 32 threads sums 32 columns.
-KERNEL add_rows(const float *parts, i64 stride, i64 rows, i64 cols, float *out, int accumulate, float *second,
-                int second_accumulate) {
+// Where sums go; nowhere if null.
+struct RowsSum {
+    float *out;
+    int accumulate;
+};
+
+// out (+)= the sum of `rows` partial rows. A row has `cols` of the first output, then of the second, then of
+// the third; blocks of y make one each. A block of 32 x 32 threads sums 32 columns.
+KERNEL add_rows(const float *parts, i64 stride, i64 rows, i64 cols, RowsSum first, RowsSum second, RowsSum third) {
     __shared__ float lines[32][33];
     i64 col = (i64)blockIdx.x * 32 + threadIdx.x;
-    if (blockIdx.y) parts += cols, out = second, accumulate = second_accumulate;
+    RowsSum to = blockIdx.y == 0 ? first : blockIdx.y == 1 ? second : third;
+    if (!to.out) return;
+    parts += blockIdx.y * cols;
     float sum = 0.0f;
     if (col < cols) {
 #pragma unroll 8
@@ -395,5 +587,5 @@ KERNEL add_rows(const float *parts, i64 stride, i64 rows, i64 cols, float *out, 
     // Each warp adds up one column's lines.
     sum = warp_sum(lines[threadIdx.x][threadIdx.y]);
     col = (i64)blockIdx.x * 32 + threadIdx.y;
-    if (threadIdx.x == 0 && col < cols) out[col] = accumulate ? out[col] + sum : sum;
+    if (threadIdx.x == 0 && col < cols) to.out[col] = to.accumulate ? to.out[col] + sum : sum;
 }
