@@ -157,14 +157,27 @@ impl<'a> Block<'a> {
         x: Mat,
         dy: Mat,
     ) -> Result {
-        let device = self.call.device;
+        self.weight_gradient(gradients, weight, x, dy)?;
+        self.bias_gradient(gradients, bias, dy)
+    }
+
+    fn weight_gradient(&self, gradients: &mut Gradients, weight: Slot, x: Mat, dy: Mat) -> Result {
         let (sum, more) = gradients.add_to(weight);
-        device.linear_weight_gradient(x, dy, sum, self.spec.weights_in_out, more)?;
-        if gradients.has(bias) {
-            let (sum, more) = gradients.add_to(bias);
-            device.bias_gradient(dy, sum, more)?;
+        self.call.device.linear_weight_gradient(x, dy, sum, self.spec.weights_in_out, more)
+    }
+
+    fn bias_gradient(&self, gradients: &mut Gradients, bias: Slot, dy: Mat) -> Result {
+        if !gradients.has(bias) {
+            return Ok(());
         }
-        Ok(())
+        let (sum, more) = gradients.add_to(bias);
+        self.call.device.bias_gradient(dy, sum, more)
+    }
+
+    /// The attention's output bias, where its gradient is the sum of the stream's as it stands.
+    fn undropped_attention_bias(&self, gradients: &Gradients) -> Option<Slot> {
+        let slot = Slot::AttentionOutputBias;
+        (gradients.has(slot) && self.residual_dropout(ATTENTION_OUTPUT_SITE).is_none()).then_some(slot)
     }
 }
 
@@ -324,7 +337,8 @@ impl Block<'_> {
             )?;
         }
         let (norm, input) = (self.mlp_norm, self.width_rows(middle));
-        norm.backward(device, self.parameters, gradients, input, statistics, scratch, (dy, true))?;
+        let bias = self.undropped_attention_bias(gradients);
+        norm.backward(device, self.parameters, gradients, input, statistics, scratch, (dy, true), bias)?;
         for (gradient, slots) in &projections {
             let gradient = Mat::new(gradient, rows, spec.mlp_width);
             self.parameter_gradients(gradients, *slots, self.width_rows(scratch), gradient)?;
@@ -384,8 +398,12 @@ impl Block<'_> {
             let linear = self.linear(Slot::AttentionOutputWeight, query, spec.width);
             let target = MatMut::new(&mut attention_gradient, rows, query);
             device.linear_input_gradient(d, linear, target, false)?;
-            let slots = (Slot::AttentionOutputWeight, Slot::AttentionOutputBias);
-            self.parameter_gradients(gradients, slots, Mat::new(&attention, rows, query), d)?;
+            let attended = Mat::new(&attention, rows, query);
+            self.weight_gradient(gradients, Slot::AttentionOutputWeight, attended, d)?;
+            // Where nothing was dropped, the MLP norm's backward has made the bias's.
+            if self.undropped_attention_bias(gradients).is_none() {
+                self.bias_gradient(gradients, Slot::AttentionOutputBias, d)?;
+            }
         }
         let per_row = spec.attention_scratch(self.call.precision);
         let mut attention_scratch = self.call.float_rows_of("scratch of the attention", per_row)?;
@@ -427,7 +445,7 @@ impl Block<'_> {
             device.linear_input_gradient(columns(projection), linear, target, index > 0)?;
         }
         let (norm, input) = (self.attention_norm, self.width_rows(x));
-        norm.backward(device, self.parameters, gradients, input, statistics, scratch, (dy, true))?;
+        norm.backward(device, self.parameters, gradients, input, statistics, scratch, (dy, true), None)?;
         for projection in &projections {
             let slots = (projection.weight, projection.bias);
             self.parameter_gradients(gradients, slots, self.width_rows(scratch), columns(projection))?;

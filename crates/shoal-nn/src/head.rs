@@ -104,7 +104,7 @@ pub(crate) fn backward(
     let mut dx = call.rows_of("gradient of the head's input", spec.width)?;
     let input = Mat::new(&x, rows, spec.width);
     let to = (&mut dx, false);
-    norm.backward(device, parameters, gradients, input, &statistics, &mut normed, to)?;
+    norm.backward(device, parameters, gradients, input, &statistics, &mut normed, to, None)?;
     let (sum, more) = gradients.add_to(Slot::OutputWeight);
     device.linear_weight_gradient(Mat::new(&normed, rows, spec.width), slopes, sum, false, more)?;
     Ok(dx)

@@ -36,7 +36,8 @@ impl NormSite {
         device.norm(self.kind, self.eps, x, weight, bias, statistics, out)
     }
 
-    /// Gradients of weight and bias, `dx (+)=` the input's; `dy` becomes the norm's output again.
+    /// Gradients of weight and bias, `dx (+)=` the input's; `dy` becomes the norm's output again. Column sums
+    /// of `dx` are added to the gradient of `stream_bias`, the bias that was added to the norm's input.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn backward(
         self,
@@ -47,8 +48,11 @@ impl NormSite {
         statistics: &Tensor,
         dy: &mut Tensor,
         dx: Sum,
+        stream_bias: Option<Slot>,
     ) -> Result {
-        let (weight_gradient, bias_gradient) = gradients.add_to_both(self.weight, self.bias);
+        let slots = [Some(self.weight), Some(self.bias), stream_bias];
+        let [weight_gradient, bias_gradient, stream_gradient] = gradients.add_to_all(slots);
+        let weight_gradient = weight_gradient.expect("a norm has a weight");
         let (weight, bias) = (parameters.get(self.weight), parameters.optional(self.bias));
         device.norm_backward(
             self.kind,
@@ -60,7 +64,7 @@ impl NormSite {
             weight_gradient,
             bias_gradient,
             dx,
-            None,
+            stream_gradient,
         )
     }
 }

@@ -2,6 +2,7 @@
 //! holds a tensor and in how many pieces is the plan's affair.
 
 use shoal_kernels::Tensor;
+use shoal_kernels::device::Sum;
 use shoal_model::Slot;
 
 /// The compute copies a layer reads.
@@ -62,19 +63,15 @@ impl Gradients {
         (&mut entry.sum, accumulate)
     }
 
-    /// A weight's sum and, where the layer has one, its bias's.
-    pub fn add_to_both(
-        &mut self,
-        weight: Slot,
-        bias: Slot,
-    ) -> ((&mut Tensor, bool), Option<(&mut Tensor, bool)>) {
-        let Some(second) = self.position(bias) else { return (self.add_to(weight), None) };
-        let first =
-            self.position(weight).unwrap_or_else(|| panic!("the layer has no gradient for {weight:?}"));
-        let [first, second] =
-            self.entries.get_disjoint_mut([first, second]).expect("a weight is not its own bias");
-        let started = |entry: &mut GradientSum| std::mem::replace(&mut entry.started, true);
-        let (weight_started, bias_started) = (started(&mut first.1), started(&mut second.1));
-        ((&mut first.1.sum, weight_started), Some((&mut second.1.sum, bias_started)))
+    /// Several sums at once, those of slots that the layer has.
+    pub fn add_to_all<const N: usize>(&mut self, slots: [Option<Slot>; N]) -> [Option<Sum<'_>>; N] {
+        let mut sums = [const { None }; N];
+        for (slot, entry) in &mut self.entries {
+            if let Some(place) = slots.iter().position(|wanted| *wanted == Some(*slot)) {
+                let more = std::mem::replace(&mut entry.started, true);
+                sums[place] = Some((&mut entry.sum, more));
+            }
+        }
+        sums
     }
 }
