@@ -86,7 +86,10 @@ fn executable(arguments: &[&str]) -> Result<PathBuf, String> {
     let text = String::from_utf8_lossy(&output.stdout);
     // Tests of a binary build the binary as well.
     let wanted = format!("\"test\":{}", arguments[0] == "test");
-    let ours = text.lines().filter(|line| line.contains(&wanted));
+    let ours = text.lines().filter(|line| {
+        let profile = line.split_once("\"profile\":{").and_then(|(_, rest)| rest.split_once('}'));
+        profile.is_some_and(|(profile, _)| profile.contains(&wanted))
+    });
     let found = ours.filter_map(|line| line.split_once("\"executable\":\"")?.1.split_once('"'));
     found
         .map(|(path, _)| PathBuf::from(path))
