@@ -1,17 +1,17 @@
-//! Sums over many rows, in two stages through the device's partial sums. How they are cut depends on the
-//! shape alone.
+//! Sums over many rows, in two stages through the device's partial sums. How they are cut, and in which order
+//! the parts are added, depends on the shape alone.
 
 use super::launch::{Address, Grid, Parameter, launch, parameter, piece};
-use super::{CudaDevice, PARTS};
+use super::{COUNTERS, CudaDevice, PARTS};
 use crate::device::{LossMode, Mat, MatMut, Result, SCALAR_ELEMENTS, Sum};
 use crate::tensor::{Element, Tensor};
 
 /// Pieces and lines of a block that sums columns: STRIP and STRIP_LINES of norm.cu.
 const STRIP: usize = 32;
 const STRIP_LINES: usize = 8;
-/// Blocks of a first stage, about, and rows of each at least. A constant like those of norms: eight blocks
-/// for each multiprocessor of an H200.
-const COLUMN_BLOCKS: usize = 132 * 8;
+/// Blocks that sum columns, about, and rows of each at least. A constant like those of norms: two blocks for
+/// each multiprocessor of an H200, which have enough on its way; more would leave more partial sums.
+const COLUMN_BLOCKS: usize = 132 * 2;
 const CHUNK_ROWS: usize = 64;
 /// Columns and lines of a block that adds up partial rows.
 const LAST_STRIP: usize = 32;
@@ -62,17 +62,16 @@ impl CudaDevice {
         assert_eq!((gradient.len(), gradient.element()), (dy.cols, Element::F32));
         let element = dy.tensor.element();
         let strips = dy.cols.div_ceil(STRIP * piece(element));
-        let most = (COLUMN_BLOCKS / strips.max(1)).min(PARTS / dy.cols.max(1)).max(1);
+        let most = (COLUMN_BLOCKS / strips.max(1)).max(1);
         let chunk = dy.rows.div_ceil(most).max(CHUNK_ROWS);
         let chunks = dy.rows.div_ceil(chunk).max(1);
+        // One chunk needs no partial sums.
+        assert!(chunks == 1 || strips <= COUNTERS && chunks * strips * STRIP * piece(element) <= PARTS);
         let grid = Grid { blocks: [strips, chunks, 1], threads: [STRIP, STRIP_LINES], shared_bytes: 0 };
         let (from, held) = (dy.tensor.at(dy.offset), self.parts());
-        // One chunk needs no second stage.
-        let (out, add) = match chunks {
-            1 => (gradient.at(0), i32::from(accumulate)),
-            _ => (held.at(0), 0),
-        };
-        // SAFETY: the matrix lies inside its tensor; `out` has a row of `cols` for every chunk.
+        let to = RowsSum::from(Some((gradient, accumulate)));
+        // SAFETY: the matrix lies inside its tensor; the parts have room for a strip's sums of every block,
+        // and there is a counter for every strip.
         unsafe {
             launch!(
                 self,
@@ -83,16 +82,11 @@ impl CudaDevice {
                 dy.rows,
                 dy.cols,
                 chunk,
-                out,
-                add
-            )?;
-            if chunks > 1 {
-                assert!(chunks * dy.cols <= PARTS);
-                let sums = [Some((gradient, accumulate)), None, None];
-                self.add_rows(held.at(0), dy.cols, chunks, dy.cols, sums)?;
-            }
+                held.at(0),
+                self.counters.at(0),
+                to
+            )
         }
-        Ok(())
     }
 
     /// Each output `(+)=` the sum of partial rows: the first of their first `cols` columns, others of the
