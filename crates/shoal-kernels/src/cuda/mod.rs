@@ -53,6 +53,9 @@ use crate::tensor::{Element, Tensor};
 /// tokens.
 const PARTS: usize = 1 << 22;
 
+/// Counters of the blocks that are done, one for each strip of columns that several blocks sum.
+const COUNTERS: usize = 256;
+
 /// Blocks per multiprocessor of a kernel that walks its elements.
 const BLOCKS_EACH: usize = 8;
 
@@ -71,6 +74,8 @@ pub struct CudaDevice {
     workspace: Tensor,
     /// Partial sums between the two stages of a reduction; locked until both are queued.
     parts: Mutex<Tensor>,
+    /// All zero between kernels.
+    counters: Tensor,
     tables: Tables,
     landing: Mutex<Landing>,
     departure: Mutex<Departure>,
@@ -150,6 +155,9 @@ impl CudaDevice {
         let Libraries { facts, kernels, blas, cudnn, context } = libraries;
         let space = DeviceSpace::reserve(context.clone(), reserve_bytes(budget))?;
         let arena = Arena::over(name, budget, Box::new(space), false);
+        let counters = Tensor::new(&arena, "the counters of reductions", COUNTERS)?;
+        // SAFETY: the tensor is that long, and ours.
+        unsafe { context.clear(counters.at(0).0, COUNTERS) }?;
         Ok(CudaDevice {
             name: name.into(),
             facts,
@@ -157,6 +165,7 @@ impl CudaDevice {
             deterministic: false,
             workspace: Tensor::new(&arena, "the workspace of libraries", matrix::WORKSPACE_BYTES / 4)?,
             parts: Mutex::new(Tensor::new(&arena, "the partial sums of reductions", PARTS)?),
+            counters,
             tables: Tables::new(&arena)?,
             landing: Mutex::new(Landing::new(context.clone())?),
             departure: Mutex::new(Departure::new(context.clone())?),
@@ -182,7 +191,7 @@ impl CudaDevice {
 
     /// Bytes a device takes for itself.
     pub fn workspace_bytes() -> u64 {
-        (matrix::WORKSPACE_BYTES + 4 * PARTS + Tables::BYTES) as u64
+        (matrix::WORKSPACE_BYTES + 4 * (PARTS + COUNTERS) + Tables::BYTES) as u64
     }
 
     fn parts(&self) -> MutexGuard<'_, Tensor> {

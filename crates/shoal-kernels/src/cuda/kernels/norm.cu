@@ -509,65 +509,135 @@ template <typename T> __device__ __forceinline__ void norm_backward_wide(const N
 }
 BOUNDED(norm_backward_wide, __launch_bounds__(1024), (NormBackward<T> of), (of))
 
-// A block of STRIP x STRIP_LINES threads sums STRIP pieces' columns; loads of LOADS rows are in flight.
-#define STRIP 32
-#define STRIP_LINES 8
-
-// The sums of this thread's piece of columns, over its lines of rows `begin..end`.
-template <typename T, typename Wide>
-__device__ __forceinline__ void strip_sums(const T *values, i64 stride, i64 cols, i64 first, i64 begin, i64 end,
-                                           Wide wide, float (&sums)[Piece<T>::SIZE]) {
-    const int SIZE = Piece<T>::SIZE;
-    auto add = [&](const Piece<T> &piece) {
-        float terms[SIZE];
-        unpack(piece, terms);
-#pragma unroll
-        for (int i = 0; i < SIZE; i++) sums[i] += terms[i];
-    };
-    i64 row = begin + threadIdx.y;
-    for (; row + (LOADS - 1) * STRIP_LINES < end; row += LOADS * STRIP_LINES) {
-        Piece<T> pieces[LOADS];
-#pragma unroll
-        for (int i = 0; i < LOADS; i++) {
-            pieces[i] = load_piece(values + (row + i * STRIP_LINES) * stride, first, cols, wide);
-        }
-#pragma unroll
-        for (int i = 0; i < LOADS; i++) add(pieces[i]);
-    }
-    for (; row < end; row += STRIP_LINES) add(load_piece(values + row * stride, first, cols, wide));
-}
-
-// Row `blockIdx.y` of `out` gets the column sums of the rows of that chunk.
-template <typename T>
-__device__ __forceinline__ void column_sums(const T *values, i64 stride, i64 rows, i64 cols, i64 chunk, float *out,
-                                            int accumulate) {
-    const int SIZE = Piece<T>::SIZE;
-    __shared__ float lines[STRIP_LINES][STRIP * SIZE];
-    i64 first = ((i64)blockIdx.x * STRIP + threadIdx.x) * SIZE;
-    i64 begin = blockIdx.y * chunk, end = min(begin + chunk, rows);
-    bool wide = aligned(values, stride);
-    float sums[SIZE] = {};
-    if (wide && cols % SIZE == 0) strip_sums(values, stride, cols, first, begin, end, Whole(), sums);
-    else strip_sums(values, stride, cols, first, begin, end, wide, sums);
-#pragma unroll
-    for (int i = 0; i < SIZE; i++) lines[threadIdx.y][threadIdx.x * SIZE + i] = sums[i];
-    __syncthreads();
-    int place = threadIdx.y * STRIP + threadIdx.x;
-    i64 col = (i64)blockIdx.x * STRIP * SIZE + place;
-    if (place >= STRIP * SIZE || col >= cols) return;
-    float sum = 0.0f;
-    for (int line = 0; line < STRIP_LINES; line++) sum += lines[line][place];
-    float *to = out + blockIdx.y * cols + col;
-    *to = accumulate ? *to + sum : sum;
-}
-TYPED(column_sums, (const T *values, i64 stride, i64 rows, i64 cols, i64 chunk, float *out, int accumulate),
-      (values, stride, rows, cols, chunk, out, accumulate))
-
 // Where sums go; nowhere if null.
 struct RowsSum {
     float *out;
     int accumulate;
 };
+
+// A block of STRIP x STRIP_LINES threads sums STRIP pieces' columns of a chunk of rows.
+#define STRIP 32
+#define STRIP_LINES 8
+// Partial rows of a thread that are on their way together.
+#define STRIP_LOADS 6
+
+// The sums of this thread's piece of columns, over its lines of rows `begin..end`. While COUNT rows are added,
+// as many are on their way.
+template <int COUNT, typename T, typename Wide>
+__device__ __forceinline__ void strip_sums(const T *values, i64 stride, i64 cols, i64 first, i64 begin, i64 end,
+                                           Wide wide, float (&sums)[Piece<T>::SIZE]) {
+    const int SIZE = Piece<T>::SIZE;
+    Piece<T> current[COUNT], next[COUNT];
+    auto load = [&](i64 row, Piece<T> (&pieces)[COUNT]) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++, row += STRIP_LINES) {
+            // Past the chunk's end all is zero.
+            pieces[i] = load_piece(values + row * stride, first, row < end ? cols : 0, wide);
+        }
+    };
+    i64 row = begin + threadIdx.y;
+    load(row, current);
+    for (; row < end; row += COUNT * STRIP_LINES) {
+        load(row + COUNT * STRIP_LINES, next);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            float terms[SIZE];
+            unpack(current[i], terms);
+#pragma unroll
+            for (int j = 0; j < SIZE; j++) sums[j] += terms[j];
+            current[i] = next[i];
+        }
+    }
+}
+
+// The lines' sums of a strip's columns, lines in order; thread `place` gets those of column `place`.
+template <int COLS>
+__device__ __forceinline__ float add_lines(const float (&lines)[STRIP_LINES][COLS], int place) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int line = 0; line < STRIP_LINES; line++) sum += lines[line][place];
+    return sum;
+}
+
+// The sums of every STRIP_LINES-th partial row of a strip in each line.
+template <int COLS>
+__device__ __forceinline__ void add_parts_of(const float *parts, int rows, float (&lines)[STRIP_LINES][COLS]) {
+    const int SIZE = COLS / STRIP;
+    int own = threadIdx.x * SIZE;
+    float sums[SIZE] = {};
+    for (int row = threadIdx.y; row < rows; row += STRIP_LOADS * STRIP_LINES) {
+        float4 terms[STRIP_LOADS][SIZE / 4];
+#pragma unroll
+        for (int i = 0; i < STRIP_LOADS; i++) {
+            int from = row + i * STRIP_LINES;
+#pragma unroll
+            for (int j = 0; j < SIZE / 4; j++) {
+                terms[i][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (from < rows) terms[i][j] = __ldcg((const float4 *)&parts[from * COLS + own + 4 * j]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < STRIP_LOADS; i++) {
+#pragma unroll
+            for (int j = 0; j < SIZE / 4; j++) {
+                float4 four = terms[i][j];
+                sums[4 * j] += four.x, sums[4 * j + 1] += four.y;
+                sums[4 * j + 2] += four.z, sums[4 * j + 3] += four.w;
+            }
+        }
+    }
+    store_floats(lines[threadIdx.y], own, COLS, Whole(), sums);
+}
+
+// Whether this block is the last of `blocks` that come here; what the others wrote before is then seen by
+// loads that pass by the first cache. The last one leaves the counter as it was.
+__device__ __forceinline__ bool is_last(u32 *counter, u32 blocks) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0 && threadIdx.y == 0) {
+        last = atomicAdd(counter, 1) == blocks - 1;
+        if (last) *counter = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return last;
+}
+
+// to (+)= the column sums of the values. Every block leaves its sums in `parts`; of each strip, the last block
+// to be done adds them up, chunks in order, so that it does not matter which block that is. One chunk needs
+// no parts.
+template <typename T>
+__device__ __forceinline__ void column_sums(const T *values, i64 stride, i64 rows, i64 cols, i64 chunk, float *parts,
+                                            u32 *counters, RowsSum to) {
+    const int SIZE = Piece<T>::SIZE, COLS = STRIP * SIZE;
+    __shared__ __align__(16) float lines[STRIP_LINES][COLS];
+    int place = threadIdx.y * STRIP + threadIdx.x, own = threadIdx.x * SIZE;
+    i64 first = (i64)blockIdx.x * COLS + own, col = (i64)blockIdx.x * COLS + place;
+    i64 begin = blockIdx.y * chunk, end = min(begin + chunk, rows);
+    bool wide = aligned(values, stride);
+    float sums[SIZE] = {};
+    if (wide && cols % SIZE == 0) strip_sums<LOADS>(values, stride, cols, first, begin, end, Whole(), sums);
+    else strip_sums<2>(values, stride, cols, first, begin, end, wide, sums);
+    store_floats(lines[threadIdx.y], own, COLS, Whole(), sums);
+    __syncthreads();
+    float sum = place < COLS ? add_lines(lines, place) : 0.0f;
+    if (gridDim.y > 1) {
+        parts += (i64)blockIdx.x * gridDim.y * COLS;
+        if (place < COLS) parts[blockIdx.y * COLS + place] = sum;
+        if (!is_last(counters + blockIdx.x, gridDim.y)) return;
+        add_parts_of(parts, gridDim.y, lines);
+        __syncthreads();
+        sum = place < COLS ? add_lines(lines, place) : 0.0f;
+    }
+    if (place < COLS && col < cols) to.out[col] = to.accumulate ? to.out[col] + sum : sum;
+}
+BOUNDED(column_sums, __launch_bounds__(STRIP * STRIP_LINES, 2),
+        (const T *values, i64 stride, i64 rows, i64 cols, i64 chunk, float *parts, u32 *counters, RowsSum to),
+        (values, stride, rows, cols, chunk, parts, counters, to))
+
+// Partial rows of a thread that are on their way together: all that the narrow norms' backward leaves.
+#define PART_LOADS 9
 
 // out (+)= the sum of `rows` partial rows. A row has `cols` of the first output, then of the second, then of
 // the third; blocks of y make one each. A block of 32 x 32 threads sums 32 columns.
@@ -578,9 +648,14 @@ KERNEL add_rows(const float *parts, i64 stride, i64 rows, i64 cols, RowsSum firs
     if (!to.out) return;
     parts += blockIdx.y * cols;
     float sum = 0.0f;
-    if (col < cols) {
-#pragma unroll 8
-        for (i64 row = threadIdx.y; row < rows; row += 32) sum += parts[row * stride + col];
+    for (i64 row = threadIdx.y; row < rows && col < cols; row += 32 * PART_LOADS) {
+        float terms[PART_LOADS];
+#pragma unroll
+        for (int i = 0; i < PART_LOADS; i++) {
+            terms[i] = row + i * 32 < rows ? parts[(row + i * 32) * stride + col] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < PART_LOADS; i++) sum += terms[i];
     }
     lines[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
