@@ -1,8 +1,10 @@
 //! A dataset as training sees it: numbered samples, any of which can be read at any time.
 
+use crate::IGNORED;
 use crate::check::{self, Subject};
 use crate::error::{Error, Result};
 use crate::files::{Integer, OpenFile};
+use crate::masking::Masking;
 use crate::order::Order;
 use crate::prepare;
 use crate::rows::Rows;
@@ -32,10 +34,13 @@ pub struct DatasetSpec {
     pub cache: PathBuf,
     /// The field of `.jsonl`, or the column of `.parquet`, that holds the text.
     pub text_field: String,
+    /// The seed by which tokens are masked, for a model that learns to restore them; without one a label is
+    /// the next token. Rows that have labels of their own are taken as they are.
+    pub masked: Option<u64>,
 }
 
 impl DatasetSpec {
-    /// A spec with the usual text field, `text`.
+    /// A spec with the usual text field, `text`, for a model that learns the next token.
     pub fn new(
         source: impl Into<PathBuf>,
         tokenizer: Arc<Tokenizer>,
@@ -44,7 +49,7 @@ impl DatasetSpec {
         cache: impl Into<PathBuf>,
     ) -> Self {
         let (source, cache) = (source.into(), cache.into());
-        Self { source, tokenizer, sequence, vocabulary, cache, text_field: "text".into() }
+        Self { source, tokenizer, sequence, vocabulary, cache, text_field: "text".into(), masked: None }
     }
 }
 
@@ -63,6 +68,7 @@ pub struct Samples {
 #[derive(Debug)]
 pub struct Dataset {
     samples: Kept,
+    masking: Option<Masking>,
     sequence: usize,
     documents: Option<u64>,
     fingerprint: String,
@@ -126,16 +132,28 @@ impl Dataset {
         self.fingerprint.clone()
     }
 
-    /// Reads sample `index`.
+    /// Reads sample `index` as it is in `epoch`: each masks other tokens, where any are masked.
     ///
     /// # Panics
     /// If there is no such sample, or the slices are not one sequence long.
-    pub fn read(&self, index: u64, inputs: &mut [i32], labels: &mut [i32]) -> Result<()> {
+    pub fn read(&self, epoch: u64, index: u64, inputs: &mut [i32], labels: &mut [i32]) -> Result<()> {
         assert!(index < self.len(), "sample {index} of {}", self.len());
         assert_eq!((inputs.len(), labels.len()), (self.sequence, self.sequence));
-        match &self.samples {
-            Kept::Windows(stream) => stream.read_window(index, inputs, labels),
-            Kept::Rows(rows) => rows.read(index, inputs, labels),
+        match (&self.samples, &self.masking) {
+            (Kept::Windows(stream), None) => stream.read_window(index, inputs, labels),
+            (Kept::Windows(stream), Some(masking)) => {
+                let count = stream.read_inputs(index, inputs)?;
+                labels.fill(IGNORED);
+                masking.apply(epoch, index, &mut inputs[..count], &mut labels[..count]);
+                Ok(())
+            }
+            (Kept::Rows(rows), masking) => {
+                rows.read(index, inputs, labels)?;
+                if let Some(masking) = masking.as_ref().filter(|_| !rows.has_labels(index)) {
+                    masking.apply(epoch, index, inputs, labels);
+                }
+                Ok(())
+            }
         }
     }
 
@@ -143,23 +161,29 @@ impl Dataset {
     pub fn batch(&self, order: &Order, positions: Range<u64>) -> Result<Samples> {
         let mut samples = Samples { sequence: self.sequence, inputs: Vec::new(), labels: Vec::new() };
         for position in positions {
-            let (_, index) = order.index(position);
+            let (epoch, index) = order.index(position);
             let start = samples.inputs.len();
             samples.inputs.resize(start + self.sequence, 0);
             samples.labels.resize(start + self.sequence, 0);
-            self.read(index, &mut samples.inputs[start..], &mut samples.labels[start..])?;
+            self.read(epoch, index, &mut samples.inputs[start..], &mut samples.labels[start..])?;
         }
         Ok(samples)
     }
 
     /// Windows of a stream, if it is long enough for one.
-    fn of_stream(stream: Stream, spec: &DatasetSpec, documents: Option<u64>, content: &str) -> Result<Self> {
+    fn of_stream(
+        stream: Stream,
+        spec: &DatasetSpec,
+        masking: Option<Masking>,
+        documents: Option<u64>,
+        content: &str,
+    ) -> Result<Self> {
         let needed = (spec.sequence as u64).saturating_add(1);
         if stream.tokens < needed {
             return Err(Error::TooShort { path: spec.source.clone(), tokens: stream.tokens, needed });
         }
         let fingerprint = fingerprint("windows", spec.sequence, content);
-        Ok(Self { samples: Kept::Windows(stream), sequence: spec.sequence, documents, fingerprint })
+        Ok(Self { samples: Kept::Windows(stream), masking, sequence: spec.sequence, documents, fingerprint })
     }
 }
 
@@ -174,11 +198,12 @@ fn open_text(
         let (tokenizer, tokenizer_ids) = (tokenizer.name(), tokenizer.vocabulary());
         return Err(Error::VocabularyTooSmall { tokenizer, tokenizer_ids, vocabulary });
     }
+    let masking = masking(spec, vocabulary, true)?;
     let (file, header) = prepare::prepare(source, tokenizer, &spec.text_field, &spec.cache, progress)?;
     let mut stream = Stream::new(vocabulary);
     stream.append(file, header.integer, stored::HEADER_BYTES as u64, header.tokens);
     let content = blake3::Hash::from_bytes(header.content).to_hex();
-    Dataset::of_stream(stream, spec, Some(header.documents), &content)
+    Dataset::of_stream(stream, spec, masking, Some(header.documents), &content)
 }
 
 fn open_tokens(
@@ -187,6 +212,7 @@ fn open_tokens(
     vocabulary: usize,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Dataset> {
+    let masking = masking(spec, vocabulary, false)?;
     let mut stream = Stream::new(vocabulary);
     let mut reading = String::new();
     for file in &source.files {
@@ -204,7 +230,7 @@ fn open_tokens(
     }
     let subject = Subject::Stream(&stream);
     let checked = check::check(source, &subject, &reading, vocabulary, &spec.cache, progress)?;
-    Dataset::of_stream(stream, spec, None, &checked.content)
+    Dataset::of_stream(stream, spec, masking, None, &checked.content)
 }
 
 fn open_rows(
@@ -218,10 +244,16 @@ fn open_rows(
     for file in &source.files {
         rows.append(&file.path)?;
     }
+    let masking = if rows.labelled() { None } else { masking(spec, vocabulary, false)? };
     let subject = Subject::Rows { rows: &rows, sequence };
     let checked = check::check(source, &subject, "rows", vocabulary, &spec.cache, progress)?;
     let fingerprint = fingerprint("rows", sequence, &checked.content);
-    Ok(Dataset { samples: Kept::Rows(rows), sequence, documents: None, fingerprint })
+    Ok(Dataset { samples: Kept::Rows(rows), masking, sequence, documents: None, fingerprint })
+}
+
+/// How the dataset's tokens are masked, if they are.
+fn masking(spec: &DatasetSpec, vocabulary: usize, is_text: bool) -> Result<Option<Masking>> {
+    spec.masked.map(|seed| Masking::new(&spec.tokenizer, vocabulary, seed, is_text)).transpose()
 }
 
 /// The type of a `.bin` file's tokens: what the JSON file beside it says, or else what the model needs.

@@ -90,6 +90,8 @@ pub enum Error {
     Encode { tokenizer: String, message: String },
     #[error("{tokenizer} has {tokenizer_ids} token ids and the model's vocabulary only {vocabulary}")]
     VocabularyTooSmall { tokenizer: String, tokenizer_ids: usize, vocabulary: usize },
+    #[error("{tokenizer} {why}, and this model learns from masked tokens")]
+    NoMask { tokenizer: String, why: &'static str },
     #[error("{}, {place}: the id {id} is outside the model's vocabulary of {vocabulary}", path.display())]
     OutOfVocabulary { path: PathBuf, place: String, id: i64, vocabulary: usize },
 }
@@ -104,6 +106,7 @@ impl Error {
     pub fn hint(&self) -> Option<String> {
         let hint = match self {
             Self::Io { cause, .. } => return io_hint(cause),
+            Self::NoMask { .. } => "name a tokenizer.json that has \"[MASK]\" with data.tokenizer; or train on bytes with a vocabulary of 257 or more".into(),
             Self::Missing { .. } => "check the path; a relative one starts at the job file's folder".into(),
             Self::ObjectStore { .. } => "copy it to a local folder and give that path".into(),
             Self::UnknownKind { path } => unknown_kind_hint(path),

@@ -14,6 +14,7 @@
 //! | `prepare`, `stored` | the cached token file: when it is made, what it looks like |
 //! | `stream` | tokens in a row over one or more files, cut into windows |
 //! | `tensors`, `rows` | `.safetensors` files: the header, then one row a sample |
+//! | `masking` | which tokens are hidden from a model that learns to restore them |
 //! | `check` | the one pass that looks at every id before training starts |
 //! | `dataset` | what the rest of the system sees |
 //! | `order` | position in the stream to sample |
@@ -26,6 +27,7 @@ mod documents;
 mod encode;
 mod error;
 mod files;
+mod masking;
 mod order;
 mod prepare;
 mod rows;

@@ -70,7 +70,7 @@ impl Order {
 
 /// Spreads every bit of the input over the whole output: the SplitMix64 step, whose constants were
 /// searched for exactly that.
-fn mix(input: u64) -> u64 {
+pub(crate) fn mix(input: u64) -> u64 {
     let mut bits = input.wrapping_add(0x9e37_79b9_7f4a_7c15);
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -79,11 +79,25 @@ impl Rows {
         Ok(())
     }
 
-    /// Reads row `index`.
-    pub fn read(&self, index: u64, inputs: &mut [i32], labels: &mut [i32]) -> Result<()> {
+    /// Whether every file has labels of its own.
+    pub fn labelled(&self) -> bool {
+        self.files.iter().all(|file| file.labels.is_some())
+    }
+
+    /// Whether row `index` has labels of its own.
+    pub fn has_labels(&self, index: u64) -> bool {
+        self.file_of(index).labels.is_some()
+    }
+
+    fn file_of(&self, index: u64) -> &RowFile {
         assert!(index < self.rows, "a row beyond the last");
         let after = self.files.partition_point(|file| file.first <= index);
-        let file = &self.files[after - 1];
+        &self.files[after - 1]
+    }
+
+    /// Reads row `index`.
+    pub fn read(&self, index: u64, inputs: &mut [i32], labels: &mut [i32]) -> Result<()> {
+        let file = self.file_of(index);
         let row = index - file.first;
         let mut ids = Vec::new();
         match &file.labels {

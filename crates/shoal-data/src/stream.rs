@@ -70,6 +70,20 @@ impl Stream {
         Ok(())
     }
 
+    /// Reads the inputs of window `index` alone and says how many there are; where the stream ends before the
+    /// window does, the others are 0.
+    pub fn read_inputs(&self, index: u64, inputs: &mut [i32]) -> Result<usize> {
+        let start = index * inputs.len() as u64;
+        let left = usize::try_from(self.tokens - start).unwrap_or(usize::MAX);
+        let mut ids = Vec::new();
+        self.read(start, left.min(inputs.len()), &mut ids)?;
+        inputs.fill(0);
+        for (input, &id) in inputs.iter_mut().zip(&ids) {
+            *input = id as i32;
+        }
+        Ok(ids.len())
+    }
+
     /// Reads window `index`. Where the stream ends before the window does, inputs are 0 and labels ignored.
     pub fn read_window(&self, index: u64, inputs: &mut [i32], labels: &mut [i32]) -> Result<()> {
         let sequence = inputs.len();

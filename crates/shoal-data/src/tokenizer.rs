@@ -5,13 +5,24 @@ use crate::error::{Error, Result};
 use serde::de::IgnoredAny;
 use std::path::{Path, PathBuf};
 
-/// Ids of the byte tokenizer.
+/// Ids of the byte tokenizer; the one that follows is the mask, for models that have room for it.
 const BYTES: usize = 256;
 
 /// Tokens that end a document, the first one a tokenizer has wins: what base models were pretrained with
 /// comes before what a chat turn ends in, since a tokenizer for chat often has both.
-const ENDS_OF_DOCUMENT: [&str; 7] =
-    ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[EOS]", "<|im_end|>"];
+const ENDS_OF_DOCUMENT: [&str; 8] = [
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+    "<|im_end|>",
+    "[SEP]",
+];
+
+/// What stands in the place of a token that a model is to restore.
+const MASK: &str = "[MASK]";
 
 /// What turns text into token ids.
 #[derive(Debug)]
@@ -86,6 +97,32 @@ impl Tokenizer {
             Self::Bytes => Some(0),
             Self::File(file) => file.end_of_document,
         }
+    }
+
+    /// The token that stands for a masked one, if there is one.
+    pub(crate) fn mask(&self) -> Option<u32> {
+        match self {
+            Self::Bytes => Some(BYTES as u32),
+            Self::File(file) => file.inner.token_to_id(MASK),
+        }
+    }
+
+    /// The ids that stand for no piece of text (the mask among them), and those that do, each in order.
+    pub(crate) fn special_and_ordinary(&self) -> (Vec<u32>, Vec<u32>) {
+        let mut ids: Vec<u32> = match self {
+            Self::Bytes => (0..BYTES as u32).collect(),
+            Self::File(file) => file.inner.get_vocab(true).into_values().collect(),
+        };
+        ids.sort_unstable();
+        let mut special: Vec<u32> = self.end_of_document().into_iter().chain(self.mask()).collect();
+        if let Self::File(file) = self {
+            let added = file.inner.get_added_tokens_decoder();
+            special.extend(added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id));
+        }
+        special.sort_unstable();
+        special.dedup();
+        ids.retain(|id| special.binary_search(id).is_err());
+        (special, ids)
     }
 
     /// The ids of `text`; none are added at its start or end. Special tokens written out in the text

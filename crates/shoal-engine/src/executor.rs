@@ -85,7 +85,7 @@ pub struct StepOutcome {
     pub gradient_norm: f64,
     /// The gradient overflowed its range: nothing was updated.
     pub overflowed: bool,
-    /// Next-token logits, sample by sample; from predictions only.
+    /// Logits, sample by sample, of the next token or of every position; from predictions only.
     pub logits: Vec<f32>,
 }
 
@@ -340,7 +340,7 @@ impl Executor {
         let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
         let call = context.call(step, layer, samples, self.sequence);
         let parameters = context.parameters(step, layer);
-        let logits = head::next_token_logits(spec, &call, &parameters, &hidden)?;
+        let logits = head::predict(spec, &call, &parameters, &hidden)?;
         let columns = spec.logit_columns(self.state.precision);
         for row in self.device.host_floats(&logits)?.chunks(columns) {
             step.outcome.logits.extend_from_slice(&row[..spec.vocabulary]);

@@ -45,7 +45,7 @@ impl Batch for Prompts<'_> {
 }
 
 impl Generator {
-    /// Room for the model, its parameters set by `fill`; prompts and answers fit `context` tokens together.
+    /// Room for a causal model, its parameters set by `fill`; prompts and answers fit `context` tokens together.
     pub fn new(
         chain: &Chain,
         context: usize,
@@ -53,6 +53,7 @@ impl Generator {
         budget_bytes: u64,
         fill: impl FnOnce(&dyn Device, &mut ModelState) -> Result,
     ) -> Result<Generator> {
+        assert!(chain.causal, "only a model that predicts the next token continues a text");
         let context = context.min(chain.positions);
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new("cpu:0", threads, budget_bytes)?);
         let mut state = ModelState::allocate(&*device, chain, context, Precision::Fp32, None)?;

@@ -347,25 +347,31 @@ impl Bench<'_> {
         self.train(&mut executor, batches, steps)
     }
 
-    /// Logits of every position: the next-token logits of every prefix.
+    /// Logits of every position: of the whole where each position has its own, else the next-token logits of
+    /// every prefix.
     fn logits(&self, rows: &Rows) -> Result<Vec<f32>> {
         let (samples, sequence, vocabulary) = (rows.samples(), rows.sequence, self.chain.vocabulary);
         let mut executor = self.executor(sequence, false)?;
+        if !self.chain.causal {
+            return self.predict(&mut executor, rows);
+        }
         let mut all = vec![0.0; samples * sequence * vocabulary];
         for length in 1..=sequence {
-            let rows = rows.prefix(length);
-            let micro_batch = self.settings.micro_batch.unwrap_or(samples).min(samples);
-            let plan =
-                table(self.chain, self.shape(&rows), &self.offer(), micro_batch, Activations::Keep, false);
-            let program = compile(&plan, self.chain, Purpose::Predict)?;
-            verify(&program, &plan, self.chain, Purpose::Predict)?;
-            executor.set_sequence(length);
-            let outcome = executor.run(&program, &StepInput::evaluate(0, &rows))?;
-            for (sample, logits) in outcome.logits.chunks(vocabulary).enumerate() {
+            let logits = self.predict(&mut executor, &rows.prefix(length))?;
+            for (sample, logits) in logits.chunks(vocabulary).enumerate() {
                 let at = (sample * sequence + length - 1) * vocabulary;
                 all[at..at + vocabulary].copy_from_slice(logits);
             }
         }
         Ok(all)
+    }
+
+    fn predict(&self, executor: &mut Executor, rows: &Rows) -> Result<Vec<f32>> {
+        let micro_batch = self.settings.micro_batch.unwrap_or(usize::MAX).min(rows.samples());
+        let plan = table(self.chain, self.shape(rows), &self.offer(), micro_batch, Activations::Keep, false);
+        let program = compile(&plan, self.chain, Purpose::Predict)?;
+        verify(&program, &plan, self.chain, Purpose::Predict)?;
+        executor.set_sequence(rows.sequence);
+        Ok(executor.run(&program, &StepInput::evaluate(0, rows))?.logits)
     }
 }

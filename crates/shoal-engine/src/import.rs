@@ -7,13 +7,36 @@ use shoal_state::hugging_face::Folder;
 use crate::error::Result;
 use crate::state::ModelState;
 
-/// The names a tensor may have: a model saved without its head has no prefix.
+/// The names a tensor may have: a model saved without its head has no prefix, and the first BERTs called what
+/// their norms learn gamma and beta.
 fn candidates(name: &str) -> Vec<String> {
-    let bare = ["transformer.", "model."].iter().find_map(|prefix| name.strip_prefix(prefix));
-    std::iter::once(name).chain(bare).map(str::to_owned).collect()
+    let bare = ["transformer.", "model.", "bert."].iter().find_map(|prefix| name.strip_prefix(prefix));
+    let older = |name: &str| {
+        let renamed = [("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")];
+        renamed.into_iter().find_map(|(now, then)| Some(name.strip_suffix(now)?.to_owned() + then))
+    };
+    std::iter::once(name)
+        .chain(bare)
+        .flat_map(|name| [Some(name.to_owned()), older(name)])
+        .flatten()
+        .collect()
 }
 
 /// Reads every parameter; a missing or misshapen tensor is an error that names it.
 pub fn import(folder: &Folder, device: &dyn Device, chain: &Chain, state: &mut ModelState) -> Result {
     state.fill(device, chain, |spec, out| Ok(folder.read(&candidates(&spec.name), &spec.shape, out)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn older_names_are_tried_after_the_ones_that_transformers_writes_now() {
+        assert_eq!(candidates("model.norm.weight"), ["model.norm.weight", "norm.weight"]);
+        let names = candidates("bert.embeddings.LayerNorm.bias");
+        let expected = ["bert.embeddings.LayerNorm.bias", "bert.embeddings.LayerNorm.beta"];
+        assert_eq!(names[..2], expected);
+        assert_eq!(names[2..], expected.map(|name| name.replace("bert.", "")));
+    }
 }

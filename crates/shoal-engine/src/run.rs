@@ -84,8 +84,8 @@ impl Batch for Window<'_> {
         let sequence = self.data.sequence();
         let rows = tokens.chunks_mut(sequence).zip(targets.chunks_mut(sequence));
         for (sample, (tokens, targets)) in samples.zip(rows) {
-            let (_, index) = self.order.index(self.first + sample as u64);
-            self.data.read(index, tokens, targets)?;
+            let (epoch, index) = self.order.index(self.first + sample as u64);
+            self.data.read(epoch, index, tokens, targets)?;
         }
         Ok(())
     }

@@ -61,7 +61,7 @@ impl Case {
         let vocabulary = self.pick(4, &[17, 64, 257, 1000]);
         let mlp = self.pick(5, &[8, 33, 128, 256]);
         let positions = 128;
-        let mut config = match self.pick(6, &[0, 1, 2]) {
+        let mut config = match self.pick(6, &[0, 1, 2, 3]) {
             0 => {
                 DecoderConfig { mlp_width: mlp, ..presets::gpt2(vocabulary, width, layers, heads, positions) }
             }
@@ -69,6 +69,7 @@ impl Case {
                 let tied = self.pick(7, &[true, false]);
                 presets::llama(vocabulary, width, layers, heads, kv_heads, mlp, positions, 1e4, tied)
             }
+            2 => presets::bert(vocabulary, width, layers, heads, mlp, positions),
             _ => presets::qwen2(vocabulary, width, layers, heads, kv_heads, mlp, positions),
         };
         if self.pick(8, &[true, false, false]) {

@@ -1,4 +1,4 @@
-//! The mathematics of GPT-2, Llama and Qwen2 against transformers: logits, every gradient, and twelve steps
+//! The mathematics of GPT-2, Llama, Qwen2 and BERT against transformers: logits, every gradient, and twelve steps
 //! of AdamW, whichever micro-batches cut the batch and whatever is kept; on the CPU, and on a GPU where there
 //! is one.
 
@@ -77,6 +77,11 @@ fn qwen2_agrees_with_transformers() {
 }
 
 #[test]
+fn bert_agrees_with_transformers() {
+    compare("bert");
+}
+
+#[test]
 fn gpt2_agrees_on_a_gpu() {
     compare_on_gpu("gpt2");
 }
@@ -89,4 +94,9 @@ fn llama_agrees_on_a_gpu() {
 #[test]
 fn qwen2_agrees_on_a_gpu() {
     compare_on_gpu("qwen2");
+}
+
+#[test]
+fn bert_agrees_on_a_gpu() {
+    compare_on_gpu("bert");
 }

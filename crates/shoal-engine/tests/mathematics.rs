@@ -9,7 +9,7 @@ use shoal_engine::executor::Batch;
 use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome};
 use shoal_kernels::random::{fill_normal, fold, mix64};
 use shoal_kernels::{Arena, CpuDevice, Device};
-use shoal_model::{Chain, DecoderConfig, Dropout, Precision, presets};
+use shoal_model::{Activation, Chain, DecoderConfig, Dropout, Precision, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::one_device::table;
 use shoal_plan::{
@@ -148,30 +148,37 @@ fn optimizer() -> OptimizerSettings {
 
 fn config() -> impl Strategy<Value = DecoderConfig> {
     let sizes = (1usize..3, 1usize..4, 1usize..3, 1usize..7, 3usize..40);
-    let flags = any::<[bool; 5]>();
-    (sizes, flags, 0usize..3).prop_map(|((layers, kv, group, half, vocabulary), flags, drop)| {
-        let [gpt2, tied, bias, output_bias, mlp_bias] = flags;
-        let (heads, head) = (kv * group, 2 * half);
-        // A norm over two or four numbers is nearly a step function: no difference could follow it.
-        let head = if gpt2 && heads * head < 8 { 8 } else { head };
-        let mut config = if gpt2 {
-            presets::gpt2(vocabulary, heads * head, layers, heads, 90)
-        } else {
-            // A head size of its own: queries need not be as wide as the model.
-            let mut llama = presets::llama(vocabulary, 18, layers, heads, kv, 14, 90, 1e4, tied);
-            llama.head_size = head;
-            llama.attention_scale = 1.0 / (head as f32).sqrt();
-            llama.qkv_bias = bias;
-            llama.attention_output_bias = output_bias;
-            llama.mlp_bias = mlp_bias;
-            llama
-        };
-        config.tied = tied;
-        // Not so much that a whole row may be dropped: the norm of a row of zeros is infinitely steep.
-        let rate = [0.0, 0.1, 0.2][drop];
-        config.dropout = Dropout { embedding: rate, attention: rate, residual: rate };
-        config
-    })
+    let flags = any::<[bool; 4]>();
+    (sizes, flags, 0usize..3, 0usize..3).prop_map(
+        |((layers, kv, group, half, vocabulary), flags, kind, drop)| {
+            let [tied, bias, output_bias, mlp_bias] = flags;
+            let (heads, head) = (kv * group, 2 * half);
+            // A norm over two or four numbers is nearly a step function: no difference could follow it.
+            let head = if kind > 0 && heads * head < 8 { 8 } else { head };
+            let mut config = if kind == 2 {
+                let mut bert = presets::bert(vocabulary, heads * head, layers, heads, 14, 90);
+                bert.activation = if bias { Activation::GeluErf } else { Activation::GeluTanh };
+                bert.token_types = 1 + usize::from(mlp_bias);
+                bert
+            } else if kind == 1 {
+                presets::gpt2(vocabulary, heads * head, layers, heads, 90)
+            } else {
+                // A head size of its own: queries need not be as wide as the model.
+                let mut llama = presets::llama(vocabulary, 18, layers, heads, kv, 14, 90, 1e4, tied);
+                llama.head_size = head;
+                llama.attention_scale = 1.0 / (head as f32).sqrt();
+                llama.qkv_bias = bias;
+                llama.attention_output_bias = output_bias;
+                llama.mlp_bias = mlp_bias;
+                llama
+            };
+            config.tied = tied;
+            // Not so much that a whole row may be dropped: the norm of a row of zeros is infinitely steep.
+            let rate = [0.0, 0.1, 0.2][drop];
+            config.dropout = Dropout { embedding: rate, attention: rate, residual: rate };
+            config
+        },
+    )
 }
 
 fn case() -> impl Strategy<Value = Case> {

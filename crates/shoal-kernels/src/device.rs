@@ -154,8 +154,17 @@ impl NormKind {
     }
 }
 
+/// Which of the two functions called GELU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gelu {
+    /// Its approximation by the hyperbolic tangent.
+    Tanh,
+    /// `x` times the normal distribution's share below `x`, exactly.
+    Erf,
+}
+
 /// What an attention operation works on. Queries, keys and values are columns of one `qkv` row:
-/// `heads * head_size` of queries, then `kv_heads * head_size` each of keys and values. Causal.
+/// `heads * head_size` of queries, then `kv_heads * head_size` each of keys and values.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionShape {
     pub samples: usize,
@@ -164,6 +173,8 @@ pub struct AttentionShape {
     pub kv_heads: usize,
     pub head_size: usize,
     pub scale: f32,
+    /// Whether a query sees only the keys up to its own position; else it sees all of its sample's.
+    pub causal: bool,
 }
 
 impl AttentionShape {
@@ -177,6 +188,11 @@ impl AttentionShape {
 
     pub fn rows(&self) -> usize {
         self.samples * self.sequence
+    }
+
+    /// How many keys, from the first on, a query sees.
+    pub fn keys_seen(&self, query: usize) -> usize {
+        if self.causal { query + 1 } else { self.sequence }
     }
 }
 
@@ -329,9 +345,10 @@ pub trait Device: Send + Sync {
         out: MatMut,
     ) -> Result;
 
-    /// `before = bias + x * W`, `out = gelu(before)` by the tanh approximation.
+    /// `before = bias + x * W`, `out = gelu(before)`
     fn linear_gelu(
         &self,
+        kind: Gelu,
         x: Mat,
         weight: Linear,
         bias: Option<&Tensor>,
@@ -340,12 +357,18 @@ pub trait Device: Send + Sync {
     ) -> Result {
         let target = MatMut::new(before, x.rows, weight.outputs);
         self.linear(x, weight, bias, None, target)?;
-        self.gelu(before, out)
+        self.gelu(kind, before, out)
     }
 
     /// `dx = (dy * Wᵀ) * gelu'(before)`: back through a projection and the activation that fed it.
-    fn linear_gelu_input_gradient(&self, dy: Mat, weight: Linear, before: &Tensor, dx: &mut Tensor)
-    -> Result;
+    fn linear_gelu_input_gradient(
+        &self,
+        kind: Gelu,
+        dy: Mat,
+        weight: Linear,
+        before: &Tensor,
+        dx: &mut Tensor,
+    ) -> Result;
 
     /// `dx (+)= dy * Wᵀ`
     fn linear_input_gradient(&self, dy: Mat, weight: Linear, dx: MatMut, accumulate: bool) -> Result;
@@ -360,7 +383,7 @@ pub trait Device: Send + Sync {
         accumulate: bool,
     ) -> Result;
 
-    /// `gradient (+)= column sums of dy`
+    /// `gradient (+)= column sums of dy`; where the gradient is longer, the rest of the sum is zero.
     fn bias_gradient(&self, dy: Mat, gradient: &mut Tensor, accumulate: bool) -> Result;
 
     /// Normalises rows of `x` into `out` and keeps the rows' statistics.
@@ -395,12 +418,12 @@ pub trait Device: Send + Sync {
         dx_sums: Option<Sum>,
     ) -> Result;
 
-    /// `out = gelu(x)`, by the tanh approximation.
-    fn gelu(&self, x: &Tensor, out: &mut Tensor) -> Result;
+    /// `out = gelu(x)`
+    fn gelu(&self, kind: Gelu, x: &Tensor, out: &mut Tensor) -> Result;
 
     /// From `x` and the gradient of `gelu(x)`: `x` becomes `gelu(x)`, `gradient` becomes the gradient of
     /// `x`. One pass gives the backward both things it needs.
-    fn gelu_backward(&self, x: &mut Tensor, gradient: &mut Tensor) -> Result;
+    fn gelu_backward(&self, kind: Gelu, x: &mut Tensor, gradient: &mut Tensor) -> Result;
 
     /// `out = silu(gate) * up`
     fn swiglu(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) -> Result;
@@ -413,7 +436,7 @@ pub trait Device: Send + Sync {
     /// then sines of a row's pairs); `inverse` turns back, which is the gradient.
     fn rotary(&self, shape: AttentionShape, table: &Tensor, inverse: bool, qkv: &mut Tensor) -> Result;
 
-    /// Causal attention. `logsumexp` (one for each row and head, in an order of the device's own) is what the
+    /// Softmax attention. `logsumexp` (one for each row and head, in an order of the device's own) is what the
     /// backward needs of the scores.
     fn attention(
         &self,
@@ -439,7 +462,8 @@ pub trait Device: Send + Sync {
         qkv_gradient: &mut Tensor,
     ) -> Result;
 
-    /// `out = tokens' rows of the table (+ rows of the position table)`
+    /// `out = tokens' rows of the table (+ rows of the position table) (+ the first row of the type table)`
+    #[allow(clippy::too_many_arguments)]
     fn embed(
         &self,
         tokens: &Tensor,
@@ -447,6 +471,7 @@ pub trait Device: Send + Sync {
         width: usize,
         table: &Tensor,
         positions: Option<&Tensor>,
+        types: Option<&Tensor>,
         out: &mut Tensor,
     ) -> Result;
 

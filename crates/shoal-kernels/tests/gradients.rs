@@ -17,8 +17,8 @@
 mod common;
 
 use common::{
-    Matrix, attention_shape, config, device, integers, margin, normal, rotary_table, side, tensor, unwritten,
-    whole,
+    Matrix, attention_shape, config, device, gelus, integers, margin, normal, rotary_table, side, tensor,
+    unwritten, whole,
 };
 use proptest::prelude::*;
 use shoal_kernels::device::SCALAR_ELEMENTS;
@@ -140,6 +140,7 @@ proptest! {
         (rows, inputs, outputs) in (side(), side(), side()),
         margin in margin(),
         in_out: bool,
+        kind in gelus(),
         threads in 1usize..=3,
         seed: u64,
     ) {
@@ -151,10 +152,10 @@ proptest! {
         let dy = Matrix::new(&device, rows, outputs, margin, &c);
         let mut gradient = unwritten(&device, before.len());
         let at = tensor(&device, &before);
-        device.linear_gelu_input_gradient(dy.mat(), linear, &at, &mut gradient).unwrap();
+        device.linear_gelu_input_gradient(kind, dy.mat(), linear, &at, &mut gradient).unwrap();
         assert_gradient("before", seed, &before, &c, gradient.floats(), |before| {
             let mut hidden = unwritten(&device, before.len());
-            device.gelu(&tensor(&device, before), &mut hidden).unwrap();
+            device.gelu(kind, &tensor(&device, before), &mut hidden).unwrap();
             let mut out = unwritten(&device, c.len());
             let to = MatMut::new(&mut out, rows, outputs);
             device.linear(Mat::new(&hidden, rows, inputs), linear, None, None, to).unwrap();
@@ -218,15 +219,15 @@ proptest! {
     }
 
     #[test]
-    fn gelu(elements in 1usize..500, spread in 0.5f32..3.0, threads in 1usize..=3, seed: u64) {
+    fn gelu(kind in gelus(), elements in 1usize..500, spread in 0.5f32..3.0, threads in 1usize..=3, seed: u64) {
         let device = device(threads);
         let x: Vec<f32> = normal(seed, "x", elements).iter().map(|x| x * spread).collect();
         let c = normal(seed, "c", elements);
         let (mut input, mut gradient) = (tensor(&device, &x), tensor(&device, &c));
-        device.gelu_backward(&mut input, &mut gradient).unwrap();
+        device.gelu_backward(kind, &mut input, &mut gradient).unwrap();
         assert_gradient("x", seed, &x, &c, gradient.floats(), |x| {
             let mut out = unwritten(&device, elements);
-            device.gelu(&tensor(&device, x), &mut out).unwrap();
+            device.gelu(kind, &tensor(&device, x), &mut out).unwrap();
             out.floats().to_vec()
         });
     }
@@ -332,7 +333,7 @@ proptest! {
         let forward = |table: &[f32], positions: &[f32]| {
             let (table, positions) = (tensor(&device, table), tensor(&device, positions));
             let mut out = unwritten(&device, rows * width);
-            device.embed(&tokens, sequence, width, &table, Some(&positions), &mut out).unwrap();
+            device.embed(&tokens, sequence, width, &table, Some(&positions), None, &mut out).unwrap();
             out.floats().to_vec()
         };
         let dy = tensor(&device, &c);

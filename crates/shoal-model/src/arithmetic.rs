@@ -27,7 +27,10 @@ impl LayerKind {
         match self {
             LayerKind::Embedding(_) => 0,
             LayerKind::Block(block) => block_flops(block, sequence),
-            LayerKind::Head(head) => 2 * sequence as u64 * head.width as u64 * head.vocabulary as u64,
+            LayerKind::Head(head) => {
+                let transform = if head.transform.is_some() { head.width } else { 0 };
+                2 * sequence as u64 * head.width as u64 * (head.vocabulary + transform) as u64
+            }
         }
     }
 }
@@ -36,13 +39,14 @@ fn block_flops(block: &BlockSpec, sequence: usize) -> u64 {
     let (t, width) = (sequence as u64, block.width as u64);
     let query = block.query_width() as u64;
     let projections = match block.activation {
-        Activation::GeluTanh => 2,
+        Activation::GeluTanh | Activation::GeluErf => 2,
         Activation::SwiGlu => 3,
     };
     let weights =
         width * block.qkv_width() as u64 + query * width + projections * width * block.mlp_width as u64;
-    // Two products (scores and values), two operations each, over the pairs with key <= query.
-    let attention = 2 * 2 * query * (t * (t + 1) / 2);
+    let pairs = if block.causal { t * (t + 1) / 2 } else { t * t };
+    // Two products (scores and values), two operations each.
+    let attention = 2 * 2 * query * pairs;
     2 * t * weights + attention
 }
 

@@ -2,13 +2,16 @@
 //! tensor is one entry that two layers name, so that a plan has one row for its state and both layers'
 //! gradients go to it.
 
-use crate::config::{Activation, Architecture, DecoderConfig, Norm, Position};
+use crate::config::{Activation, Architecture, DecoderConfig, Norm, NormPlace, Position};
 
 /// What a tensor is to its layer. A layer's tensors are looked up by slot, so that kernels need no names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Slot {
     TokenEmbedding,
     PositionEmbedding,
+    TokenTypeEmbedding,
+    EmbeddingNormWeight,
+    EmbeddingNormBias,
     AttentionNormWeight,
     AttentionNormBias,
     /// Queries, keys and values from one matrix.
@@ -30,9 +33,13 @@ pub enum Slot {
     UpBias,
     DownWeight,
     DownBias,
+    /// The dense layer of a head that has one.
+    TransformWeight,
+    TransformBias,
     FinalNormWeight,
     FinalNormBias,
     OutputWeight,
+    OutputBias,
 }
 
 impl Slot {
@@ -40,13 +47,20 @@ impl Slot {
     pub fn is_norm(self) -> bool {
         matches!(
             self,
-            Slot::AttentionNormWeight
+            Slot::EmbeddingNormWeight
+                | Slot::EmbeddingNormBias
+                | Slot::AttentionNormWeight
                 | Slot::AttentionNormBias
                 | Slot::MlpNormWeight
                 | Slot::MlpNormBias
                 | Slot::FinalNormWeight
                 | Slot::FinalNormBias
         )
+    }
+
+    /// A row a token: padded where products want aligned rows.
+    pub fn is_output(self) -> bool {
+        matches!(self, Slot::OutputWeight | Slot::OutputBias)
     }
 }
 
@@ -82,10 +96,12 @@ impl TensorSpec {
 pub struct EmbeddingSpec {
     pub vocabulary: usize,
     pub width: usize,
+    /// Kind and epsilon of the norm that the sum of embeddings goes through, where it does.
+    pub norm: Option<(Norm, f32)>,
     pub dropout: f32,
 }
 
-/// A transformer block; norms come before attention and before the MLP.
+/// A transformer block.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockSpec {
     pub width: usize,
@@ -96,7 +112,10 @@ pub struct BlockSpec {
     pub rotary: bool,
     pub norm: Norm,
     pub norm_eps: f32,
+    pub norm_place: NormPlace,
     pub activation: Activation,
+    /// Whether a position sees only those before it.
+    pub causal: bool,
     pub attention_scale: f32,
     pub attention_dropout: f32,
     pub residual_dropout: f32,
@@ -123,8 +142,19 @@ impl BlockSpec {
 pub struct HeadSpec {
     pub vocabulary: usize,
     pub width: usize,
+    /// A dense layer with this activation comes before the norm.
+    pub transform: Option<Activation>,
     pub norm: Norm,
     pub norm_eps: f32,
+    /// Whether a position's logits are those of the next token; otherwise of its own.
+    pub next_token: bool,
+}
+
+impl HeadSpec {
+    /// Rows of logits that a prediction consists of: each sample's next token, or all of its positions.
+    pub fn predicted_rows(&self, samples: usize, sequence: usize) -> usize {
+        if self.next_token { samples } else { samples * sequence }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -153,6 +183,8 @@ pub struct Chain {
     /// The longest sequence the model can take.
     pub positions: usize,
     pub vocabulary: usize,
+    /// Whether positions see only those before them and predict the next token.
+    pub causal: bool,
 }
 
 impl Chain {
@@ -167,6 +199,7 @@ impl Chain {
             rotary_frequencies: config.rotary_frequencies(),
             positions: config.positions,
             vocabulary: config.vocabulary,
+            causal: config.causal,
         }
     }
 
@@ -192,12 +225,30 @@ impl Builder<'_> {
         (slot, self.tensors.len() - 1)
     }
 
+    /// A norm's weight and, where its kind has one, bias.
+    fn norm(
+        &mut self,
+        (weight, bias): (Slot, Slot),
+        weight_name: &str,
+        bias_name: &str,
+    ) -> Vec<(Slot, usize)> {
+        let width = self.config.width;
+        let mut tensors = vec![self.tensor(weight, weight_name.into(), vec![width], Init::Ones)];
+        if self.config.norm == Norm::Layer {
+            tensors.push(self.tensor(bias, bias_name.into(), vec![width], Init::Zeros));
+        }
+        tensors
+    }
+
     fn embedding(&mut self) -> Layer {
         let c = self.config;
         let normal = Init::Normal(c.init_range);
         let (tokens, positions) = match c.architecture {
             Architecture::Gpt2 => ("transformer.wte.weight", "transformer.wpe.weight"),
             Architecture::Llama | Architecture::Qwen2 => ("model.embed_tokens.weight", ""),
+            Architecture::Bert => {
+                ("bert.embeddings.word_embeddings.weight", "bert.embeddings.position_embeddings.weight")
+            }
         };
         let shape = vec![c.vocabulary, c.width];
         let mut tensors = vec![self.tensor(Slot::TokenEmbedding, tokens.into(), shape, normal)];
@@ -205,9 +256,21 @@ impl Builder<'_> {
             let shape = vec![c.positions, c.width];
             tensors.push(self.tensor(Slot::PositionEmbedding, positions.into(), shape, normal));
         }
+        if c.token_types > 0 {
+            let (name, shape) =
+                ("bert.embeddings.token_type_embeddings.weight", vec![c.token_types, c.width]);
+            tensors.push(self.tensor(Slot::TokenTypeEmbedding, name.into(), shape, normal));
+        }
+        let norm = (c.norm_place == NormPlace::After).then_some((c.norm, c.norm_eps));
+        if norm.is_some() {
+            let name = "bert.embeddings.LayerNorm";
+            let slots = (Slot::EmbeddingNormWeight, Slot::EmbeddingNormBias);
+            tensors.extend(self.norm(slots, &format!("{name}.weight"), &format!("{name}.bias")));
+        }
         let kind = LayerKind::Embedding(EmbeddingSpec {
             vocabulary: c.vocabulary,
             width: c.width,
+            norm,
             dropout: c.dropout.embedding,
         });
         Layer { name: "embedding".into(), kind, tensors }
@@ -224,7 +287,9 @@ impl Builder<'_> {
             rotary: matches!(c.position, Position::Rotary { .. }),
             norm: c.norm,
             norm_eps: c.norm_eps,
+            norm_place: c.norm_place,
             activation: c.activation,
+            causal: c.causal,
             attention_scale: c.attention_scale,
             attention_dropout: c.dropout.attention,
             residual_dropout: c.dropout.residual,
@@ -233,6 +298,7 @@ impl Builder<'_> {
         let tensors = match c.architecture {
             Architecture::Gpt2 => self.gpt2_block(index),
             Architecture::Llama | Architecture::Qwen2 => self.llama_block(index),
+            Architecture::Bert => self.bert_block(index),
         };
         Layer { name: format!("block {index}"), kind, tensors }
     }
@@ -297,17 +363,53 @@ impl Builder<'_> {
             .collect()
     }
 
+    fn bert_block(&mut self, index: usize) -> Vec<(Slot, usize)> {
+        let c = self.config;
+        let name = |part: &str| format!("bert.encoder.layer.{index}.{part}");
+        let normal = Init::Normal(c.init_range);
+        let (w, f, q, k) = (c.width, c.mlp_width, c.query_width(), c.kv_width());
+        let rows: [(Slot, &str, Vec<usize>, Init); 16] = [
+            (Slot::QueryWeight, "attention.self.query.weight", vec![q, w], normal),
+            (Slot::QueryBias, "attention.self.query.bias", vec![q], Init::Zeros),
+            (Slot::KeyWeight, "attention.self.key.weight", vec![k, w], normal),
+            (Slot::KeyBias, "attention.self.key.bias", vec![k], Init::Zeros),
+            (Slot::ValueWeight, "attention.self.value.weight", vec![k, w], normal),
+            (Slot::ValueBias, "attention.self.value.bias", vec![k], Init::Zeros),
+            (Slot::AttentionOutputWeight, "attention.output.dense.weight", vec![w, q], normal),
+            (Slot::AttentionOutputBias, "attention.output.dense.bias", vec![w], Init::Zeros),
+            (Slot::AttentionNormWeight, "attention.output.LayerNorm.weight", vec![w], Init::Ones),
+            (Slot::AttentionNormBias, "attention.output.LayerNorm.bias", vec![w], Init::Zeros),
+            (Slot::UpWeight, "intermediate.dense.weight", vec![f, w], normal),
+            (Slot::UpBias, "intermediate.dense.bias", vec![f], Init::Zeros),
+            (Slot::DownWeight, "output.dense.weight", vec![w, f], normal),
+            (Slot::DownBias, "output.dense.bias", vec![w], Init::Zeros),
+            (Slot::MlpNormWeight, "output.LayerNorm.weight", vec![w], Init::Ones),
+            (Slot::MlpNormBias, "output.LayerNorm.bias", vec![w], Init::Zeros),
+        ];
+        rows.into_iter().map(|(slot, part, shape, init)| self.tensor(slot, name(part), shape, init)).collect()
+    }
+
     fn head(&mut self, embedding: &Layer) -> Layer {
         let c = self.config;
         let (norm_weight, norm_bias) = match c.architecture {
             Architecture::Gpt2 => ("transformer.ln_f.weight", "transformer.ln_f.bias"),
             Architecture::Llama | Architecture::Qwen2 => ("model.norm.weight", ""),
+            Architecture::Bert => {
+                ("cls.predictions.transform.LayerNorm.weight", "cls.predictions.transform.LayerNorm.bias")
+            }
         };
-        let mut tensors =
-            vec![self.tensor(Slot::FinalNormWeight, norm_weight.into(), vec![c.width], Init::Ones)];
-        if c.norm == Norm::Layer {
-            tensors.push(self.tensor(Slot::FinalNormBias, norm_bias.into(), vec![c.width], Init::Zeros));
+        let mut tensors = Vec::new();
+        if c.head_transform {
+            let name = |part: &str| format!("cls.predictions.{part}");
+            let normal = Init::Normal(c.init_range);
+            let rows = [
+                (Slot::OutputBias, "bias", vec![c.vocabulary], Init::Zeros),
+                (Slot::TransformWeight, "transform.dense.weight", vec![c.width, c.width], normal),
+                (Slot::TransformBias, "transform.dense.bias", vec![c.width], Init::Zeros),
+            ];
+            tensors.extend(rows.map(|(slot, part, shape, init)| self.tensor(slot, name(part), shape, init)));
         }
+        tensors.extend(self.norm((Slot::FinalNormWeight, Slot::FinalNormBias), norm_weight, norm_bias));
         tensors.push(if c.tied {
             (Slot::OutputWeight, embedding.tensors[0].1)
         } else {
@@ -317,8 +419,10 @@ impl Builder<'_> {
         let kind = LayerKind::Head(HeadSpec {
             vocabulary: c.vocabulary,
             width: c.width,
+            transform: c.head_transform.then_some(c.activation),
             norm: c.norm,
             norm_eps: c.norm_eps,
+            next_token: c.causal,
         });
         Layer { name: "head".into(), kind, tensors }
     }
@@ -337,6 +441,18 @@ mod tests {
         let untied = Chain::new(&preset("llama-tiny").unwrap());
         assert_eq!(untied.users(0).collect::<Vec<_>>(), [0]);
         assert_eq!(untied.tensors.last().unwrap().name, "lm_head.weight");
+    }
+
+    #[test]
+    fn a_model_for_masked_tokens_has_the_tensors_transformers_writes() {
+        let chain = Chain::new(&preset("bert-tiny").unwrap());
+        assert_eq!(chain.users(0).collect::<Vec<_>>(), [0, 3]);
+        assert_eq!(chain.tensors.len(), 5 + 2 * 16 + 5);
+        let bias = chain.tensors.iter().position(|t| t.name == "cls.predictions.bias").unwrap();
+        // A row a token in the weight and the bias alike: both are padded where rows are.
+        assert_eq!(chain.gradient_elements(bias, crate::Precision::Fp32), 257);
+        assert_eq!(chain.gradient_elements(bias, crate::Precision::Bf16), 320);
+        assert_eq!(chain.gradient_elements(0, crate::Precision::Bf16), 320 * 64);
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! One description that covers every decoder we train. GPT-2, Llama and Qwen2 differ in a handful of
-//! choices (positions, norm, activation, biases, tying); naming those choices here means that layers,
+//! One description that covers every transformer we train. GPT-2, Llama, Qwen2 and BERT differ in a handful of
+//! choices (positions, norms and their place, activation, biases, tying, what attention sees); naming those choices here means that layers,
 //! arithmetic and kernels are written once.
 
 use serde::{Deserialize, Serialize};
@@ -11,6 +11,7 @@ pub enum Architecture {
     Gpt2,
     Llama,
     Qwen2,
+    Bert,
 }
 
 /// How a token learns where it stands.
@@ -72,11 +73,23 @@ pub enum Norm {
     Rms,
 }
 
+/// Where a block's norms stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NormPlace {
+    /// `x + attention(norm(x))`, likewise for the MLP; the head norms what comes out.
+    Before,
+    /// `norm(x + attention(x))`, likewise for the MLP; the embedding is normed before all blocks.
+    After,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
     /// GELU by its tanh approximation, after one projection.
     GeluTanh,
+    /// GELU as it is defined, by the error function, after one projection.
+    GeluErf,
     /// `silu(gate) * up`, from two projections.
     SwiGlu,
 }
@@ -89,7 +102,7 @@ pub struct Dropout {
     pub residual: f32,
 }
 
-/// A decoder-only transformer.
+/// A transformer over tokens.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DecoderConfig {
     pub architecture: Architecture,
@@ -106,7 +119,11 @@ pub struct DecoderConfig {
     pub position: Position,
     pub norm: Norm,
     pub norm_eps: f32,
+    pub norm_place: NormPlace,
     pub activation: Activation,
+    /// Whether a position sees only those before it and predicts the next token. Otherwise it sees all, and
+    /// learns to say which token was masked there.
+    pub causal: bool,
     /// Attention scores are multiplied by this before the softmax.
     pub attention_scale: f32,
     pub qkv_bias: bool,
@@ -114,6 +131,11 @@ pub struct DecoderConfig {
     pub mlp_bias: bool,
     /// The output projection is the token embedding.
     pub tied: bool,
+    /// Rows of the table of token types, whose first is added to every token; none without such a table.
+    pub token_types: usize,
+    /// The head is a dense layer with the blocks' activation, a norm, and an output projection with a bias;
+    /// otherwise a norm and an output projection.
+    pub head_transform: bool,
     pub dropout: Dropout,
     /// Standard deviation of freshly drawn matrices.
     pub init_range: f32,
@@ -177,6 +199,9 @@ impl DecoderConfig {
             if !(0.0..1.0).contains(&rate) {
                 return Some(format!("the {site} dropout is {rate}, not in 0..1"));
             }
+        }
+        if self.head_transform && self.activation == Activation::SwiGlu {
+            return Some("a gated activation has no place in the head".into());
         }
         if !(self.norm_eps > 0.0 && self.norm_eps.is_finite()) {
             return Some(format!("the norm's epsilon is {}, not a positive number", self.norm_eps));

@@ -3,7 +3,7 @@
 //! its peak before anything runs.
 
 use crate::chain::{BlockSpec, EmbeddingSpec, HeadSpec, LayerKind};
-use crate::config::{Activation, Norm};
+use crate::config::{Activation, Norm, NormPlace};
 use crate::precision::Precision;
 
 /// Every allocation is rounded up to this many bytes: a multiple of any vector register and of the
@@ -96,14 +96,17 @@ pub fn norm_statistics(norm: Norm) -> usize {
 fn embedding(spec: &EmbeddingSpec, rows: usize, precision: Precision) -> Footprint {
     let output = compute_bytes(rows * spec.width, precision);
     let tokens = allocation_bytes(rows);
+    // A norm's input and statistics are not kept: looking up again is cheap.
+    let normed = spec.norm.map_or(0, |(norm, _)| output + allocation_bytes(rows * norm_statistics(norm)));
     Footprint {
         output,
         input: tokens,
         saved: tokens,
-        forward_peak: output,
-        forward_lean_peak: output,
+        forward_peak: output + normed,
+        forward_lean_peak: output + normed,
         recompute_peak: 0,
-        backward_peak: 0,
+        // Those, and the gradient of the norm's input.
+        backward_peak: if normed > 0 { normed + output } else { 0 },
     }
 }
 
@@ -116,9 +119,11 @@ fn block(spec: &BlockSpec, rows: usize, precision: Precision) -> Footprint {
     let logsumexp = float_bytes(spec.heads);
     let mlp = bytes(spec.mlp_width);
     let pre_activations = match spec.activation {
-        Activation::GeluTanh => mlp,
+        Activation::GeluTanh | Activation::GeluErf => mlp,
         Activation::SwiGlu => 2 * mlp,
     };
+    // What the last norm norms, where that is not the next layer's first.
+    let last_sum = if spec.norm_place == NormPlace::After { boundary } else { 0 };
     let kept_activation = if spec.keeps_activation(precision) { mlp } else { 0 };
     let saved = boundary
         + statistics
@@ -128,29 +133,36 @@ fn block(spec: &BlockSpec, rows: usize, precision: Precision) -> Footprint {
         + boundary
         + statistics
         + pre_activations
-        + kept_activation;
+        + kept_activation
+        + last_sum;
 
     // The norm's output is where the block's output ends up, so it counts once.
     let forward_peak = (saved - boundary) + boundary + (mlp - kept_activation);
 
     let mut meter = Meter { live: saved, peak: saved };
     let normed = meter.take(boundary);
+    if spec.norm_place == NormPlace::After {
+        meter.give(last_sum + statistics);
+    }
     let activation_gradient = meter.take(mlp);
     meter.give(match spec.activation {
         // What the activation was made from (it becomes it, where that is not kept).
-        Activation::GeluTanh => mlp + kept_activation,
+        Activation::GeluTanh | Activation::GeluErf => mlp + kept_activation,
         Activation::SwiGlu => activation_gradient,
     });
     meter.give(match spec.activation {
-        Activation::GeluTanh => activation_gradient,
+        Activation::GeluTanh | Activation::GeluErf => activation_gradient,
         Activation::SwiGlu => pre_activations,
     });
-    meter.give(boundary + statistics); // the MLP norm's input and statistics
+    meter.give(boundary + statistics); // of the norm between attention and MLP
     meter.take(attention); // gradient of the attention's output
     let scratch = meter.take(float_bytes(spec.attention_scratch(precision)));
     let qkv_gradient = meter.take(qkv);
     meter.give(attention + scratch + attention + logsumexp + qkv);
-    meter.give(qkv_gradient + normed + boundary + statistics);
+    meter.give(qkv_gradient + normed + boundary);
+    if spec.norm_place == NormPlace::Before {
+        meter.give(statistics);
+    }
     debug_assert_eq!(meter.live, 0);
 
     Footprint {
@@ -159,8 +171,12 @@ fn block(spec: &BlockSpec, rows: usize, precision: Precision) -> Footprint {
         saved,
         forward_peak,
         forward_lean_peak: forward_peak,
-        // No output and so no activation that is not kept, but the normed rows.
-        recompute_peak: saved,
+        recompute_peak: match spec.norm_place {
+            // No output and so no activation that is not kept, but the normed rows.
+            NormPlace::Before => saved,
+            // The last norm's input is all but the output.
+            NormPlace::After => forward_peak,
+        },
         backward_peak: meter.peak - saved,
     }
 }
@@ -172,14 +188,26 @@ fn head(spec: &HeadSpec, rows: usize, precision: Precision) -> Footprint {
     let columns = spec.logit_columns(precision);
     let logits = compute_bytes(rows * columns, precision);
     let chunk = compute_bytes(rows.min(head_chunk_rows(precision)) * columns, precision);
+    // What the dense layer makes, and its activation.
+    let transformed = if spec.transform.is_some() { 2 * boundary } else { 0 };
     Footprint {
         output: 0,
         input: boundary + targets,
-        saved: boundary + targets + statistics + logits,
-        forward_peak: statistics + boundary + logits,
-        forward_lean_peak: statistics + boundary + chunk,
-        recompute_peak: statistics + boundary + logits,
-        // The norm's output and the gradient of its input.
+        saved: boundary + targets + transformed + statistics + logits,
+        forward_peak: transformed + statistics + boundary + logits,
+        forward_lean_peak: transformed + statistics + boundary + chunk,
+        recompute_peak: transformed + statistics + boundary + logits,
+        // The norm's output and the gradient of its input; where there is a dense layer, its input's gradient
+        // takes the place of the former.
         backward_peak: 2 * boundary,
     }
+}
+
+/// What a prediction adds, at its highest, to the bytes that lived before it.
+pub fn prediction_peak(spec: &HeadSpec, samples: usize, sequence: usize, precision: Precision) -> u64 {
+    let rows = spec.predicted_rows(samples, sequence);
+    let boundary = compute_bytes(rows * spec.width, precision);
+    let transformed = if spec.transform.is_some() { 2 * boundary } else { 0 };
+    let statistics = allocation_bytes(rows * norm_statistics(spec.norm));
+    transformed + statistics + boundary + compute_bytes(rows * spec.logit_columns(precision), precision)
 }

@@ -4,7 +4,9 @@
 use serde_json::{Map, Value, json};
 use thiserror::Error;
 
-use crate::config::{Activation, Architecture, DecoderConfig, Dropout, Norm, Position, RotaryScaling};
+use crate::config::{
+    Activation, Architecture, DecoderConfig, Dropout, Norm, NormPlace, Position, RotaryScaling,
+};
 
 /// Why a `config.json` cannot be trained from. The caller knows the file and adds its name.
 #[derive(Debug, Error, PartialEq)]
@@ -29,7 +31,9 @@ impl ConfigError {
             ConfigError::NotAnObject | ConfigError::Missing { .. } | ConfigError::WrongType { .. } => {
                 Some("use the config.json that transformers' save_pretrained writes".into())
             }
-            ConfigError::UnsupportedArchitecture { .. } => Some("supported are gpt2, llama and qwen2".into()),
+            ConfigError::UnsupportedArchitecture { .. } => {
+                Some("supported are gpt2, llama, qwen2 and bert".into())
+            }
             ConfigError::Unsupported { hint, .. } => Some((*hint).into()),
             ConfigError::Defect(_) => Some("correct the sizes in config.json".into()),
         }
@@ -105,6 +109,7 @@ pub fn read(config: &Value) -> Result<DecoderConfig, ConfigError> {
         Some("gpt2") => read_gpt2(&keys)?,
         Some("llama") => read_llama(&keys, Architecture::Llama)?,
         Some("qwen2") => read_llama(&keys, Architecture::Qwen2)?,
+        Some("bert") => read_bert(&keys)?,
         Some(other) => return Err(ConfigError::UnsupportedArchitecture { found: other.into() }),
         None => return Err(ConfigError::Missing { key: "model_type" }),
     };
@@ -149,12 +154,16 @@ fn read_gpt2(keys: &Keys) -> Result<DecoderConfig, ConfigError> {
         position: Position::Learned,
         norm: Norm::Layer,
         norm_eps: keys.number("layer_norm_epsilon", 1e-5)? as f32,
+        norm_place: NormPlace::Before,
         activation: Activation::GeluTanh,
+        causal: true,
         attention_scale: if scaled { 1.0 / (head_size as f32).sqrt() } else { 1.0 },
         qkv_bias: true,
         attention_output_bias: true,
         mlp_bias: true,
         tied: keys.flag("tie_word_embeddings", true)?,
+        token_types: 0,
+        head_transform: false,
         dropout: Dropout {
             embedding: keys.number("embd_pdrop", 0.1)? as f32,
             attention: keys.number("attn_pdrop", 0.1)? as f32,
@@ -198,13 +207,90 @@ fn read_llama(keys: &Keys, architecture: Architecture) -> Result<DecoderConfig, 
         position: rotary(keys)?,
         norm: Norm::Rms,
         norm_eps: keys.number("rms_norm_eps", 1e-6)? as f32,
+        norm_place: NormPlace::Before,
         activation: Activation::SwiGlu,
+        causal: true,
         attention_scale: 1.0 / (head_size as f32).sqrt(),
         qkv_bias: qwen || attention_bias,
         attention_output_bias: !qwen && attention_bias,
         mlp_bias: !qwen && keys.flag("mlp_bias", false)?,
         tied: keys.flag("tie_word_embeddings", false)?,
+        token_types: 0,
+        head_transform: false,
         dropout: Dropout { attention: keys.number("attention_dropout", 0.0)? as f32, ..Dropout::default() },
+        init_range: keys.number("initializer_range", 0.02)? as f32,
+    })
+}
+
+fn read_bert(keys: &Keys) -> Result<DecoderConfig, ConfigError> {
+    let activation = match keys.text("hidden_act", "gelu")?.as_str() {
+        "gelu" => Activation::GeluErf,
+        "gelu_new" | "gelu_pytorch_tanh" => Activation::GeluTanh,
+        other => {
+            return Err(ConfigError::Unsupported {
+                key: "hidden_act",
+                found: format!("\"{other}\""),
+                hint: "supported are gelu, gelu_new and gelu_pytorch_tanh",
+            });
+        }
+    };
+    let positions = keys.text("position_embedding_type", "absolute")?;
+    if positions != "absolute" {
+        return Err(ConfigError::Unsupported {
+            key: "position_embedding_type",
+            found: format!("\"{positions}\""),
+            hint: "only absolute positions are trained",
+        });
+    }
+    let flags = [
+        ("is_decoder", false, "a BERT that sees only earlier tokens is not trained; set it to false"),
+        ("add_cross_attention", false, "only models without an encoder beside them are trained"),
+        ("tie_word_embeddings", true, "only an output projection tied to the word embedding is trained"),
+    ];
+    for (key, supported, hint) in flags {
+        if keys.flag(key, supported)? != supported {
+            return Err(ConfigError::Unsupported { key, found: (!supported).to_string(), hint });
+        }
+    }
+    let (width, heads) = (keys.size("hidden_size")?, keys.size("num_attention_heads")?);
+    if heads == 0 || !width.is_multiple_of(heads) {
+        let sentence = format!("hidden_size {width} is not a multiple of num_attention_heads {heads}");
+        return Err(ConfigError::Defect(sentence));
+    }
+    let token_types = keys.size_or("type_vocab_size", Some(2))?;
+    if token_types == 0 {
+        return Err(ConfigError::Defect("type_vocab_size is 0".into()));
+    }
+    let head_size = width / heads;
+    let dropout = keys.number("hidden_dropout_prob", 0.1)? as f32;
+    Ok(DecoderConfig {
+        architecture: Architecture::Bert,
+        vocabulary: keys.size("vocab_size")?,
+        width,
+        layers: keys.size("num_hidden_layers")?,
+        heads,
+        kv_heads: heads,
+        head_size,
+        mlp_width: keys.size("intermediate_size")?,
+        positions: keys.size_or("max_position_embeddings", Some(512))?,
+        position: Position::Learned,
+        norm: Norm::Layer,
+        norm_eps: keys.number("layer_norm_eps", 1e-12)? as f32,
+        norm_place: NormPlace::After,
+        activation,
+        causal: false,
+        attention_scale: 1.0 / (head_size as f32).sqrt(),
+        qkv_bias: true,
+        attention_output_bias: true,
+        mlp_bias: true,
+        tied: true,
+        token_types,
+        head_transform: true,
+        dropout: Dropout {
+            embedding: dropout,
+            attention: keys.number("attention_probs_dropout_prob", 0.1)? as f32,
+            residual: dropout,
+        },
         init_range: keys.number("initializer_range", 0.02)? as f32,
     })
 }
@@ -254,6 +340,7 @@ pub fn write(config: &DecoderConfig, original: Option<&Value>) -> Value {
     let ours = match config.architecture {
         Architecture::Gpt2 => write_gpt2(config),
         Architecture::Llama | Architecture::Qwen2 => write_llama(config),
+        Architecture::Bert => write_bert(config),
     };
     out.extend(ours);
     // Older spellings of what `rope_parameters` now says.
@@ -328,6 +415,26 @@ fn write_llama(c: &DecoderConfig) -> Map<String, Value> {
     out
 }
 
+fn write_bert(c: &DecoderConfig) -> Map<String, Value> {
+    object(json!({
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "attention_probs_dropout_prob": short(c.dropout.attention),
+        "hidden_act": if c.activation == Activation::GeluErf { "gelu" } else { "gelu_new" },
+        "hidden_dropout_prob": short(c.dropout.residual),
+        "hidden_size": c.width,
+        "initializer_range": short(c.init_range),
+        "intermediate_size": c.mlp_width,
+        "layer_norm_eps": short(c.norm_eps),
+        "max_position_embeddings": c.positions,
+        "num_attention_heads": c.heads,
+        "num_hidden_layers": c.layers,
+        "tie_word_embeddings": c.tied,
+        "type_vocab_size": c.token_types,
+        "vocab_size": c.vocabulary,
+    }))
+}
+
 fn write_rotary(c: &DecoderConfig) -> Value {
     let Position::Rotary { theta, scaling } = c.position else { return Value::Null };
     match scaling {
@@ -400,6 +507,28 @@ mod tests {
         assert!(with("rope_parameters", json!({"rope_type": "yarn"})).to_string().contains("yarn"));
         assert!(with("vocab_size", json!(null)).to_string().contains("vocab_size"));
         assert!(with("num_hidden_layers", json!(-1)).hint().is_some());
+    }
+
+    #[test]
+    fn a_bert_that_cannot_be_trained_exactly_is_refused_by_name() {
+        let base = write(&preset("bert-tiny").unwrap(), None);
+        let with = |key: &str, value: Value| {
+            let mut config = base.clone();
+            config[key] = value;
+            read(&config)
+        };
+        for (key, value) in [
+            ("is_decoder", json!(true)),
+            ("add_cross_attention", json!(true)),
+            ("tie_word_embeddings", json!(false)),
+            ("position_embedding_type", json!("relative_key")),
+            ("hidden_act", json!("relu")),
+            ("type_vocab_size", json!(0)),
+        ] {
+            let error = with(key, value).unwrap_err();
+            assert!(error.to_string().contains(key) && error.hint().is_some(), "{error}");
+        }
+        assert_eq!(with("hidden_act", json!("gelu_new")).unwrap().activation, Activation::GeluTanh);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! parameters, floating-point operations and bytes by arithmetic. No I/O and no tensors: the planner and
 //! the simulator reason about a model of any size with nothing but this crate.
 //!
-//! - [`config`]: one description that covers every decoder we train.
+//! - [`config`]: one description that covers every transformer we train.
 //! - [`hugging_face`]: `config.json` to and from that description.
 //! - [`presets`]: the usual sizes by name.
 //! - [`chain`]: the description unrolled into layers and tensors, the rows of a plan.
@@ -19,7 +19,9 @@ pub mod precision;
 pub mod presets;
 
 pub use chain::{BlockSpec, Chain, EmbeddingSpec, HeadSpec, Init, Layer, LayerKind, Slot, TensorSpec};
-pub use config::{Activation, Architecture, DecoderConfig, Dropout, Norm, Position, RotaryScaling};
+pub use config::{
+    Activation, Architecture, DecoderConfig, Dropout, Norm, NormPlace, Position, RotaryScaling,
+};
 pub use footprint::{Footprint, Retention};
 pub use hugging_face::ConfigError;
 pub use precision::Precision;

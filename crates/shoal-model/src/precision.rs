@@ -56,10 +56,10 @@ impl HeadSpec {
 }
 
 impl BlockSpec {
-    /// Whether the activation is kept for the backward beside what it was made from. In half precision a
-    /// product's epilogue makes both at once, and making it again would cost a pass over memory.
+    /// Whether the activation is kept for the backward beside what it was made from. In half precision both
+    /// are made at once, and making it again would cost a pass over memory.
     pub fn keeps_activation(&self, precision: Precision) -> bool {
-        precision.is_half() && self.activation == Activation::GeluTanh
+        precision.is_half() && self.activation != Activation::SwiGlu
     }
 
     /// fp32 elements per row that the attention's backward works in: a number a head, and in half precision
@@ -90,8 +90,8 @@ impl Chain {
     /// Elements of a tensor's gradient sum: padded like the copy, with zeros.
     pub fn gradient_elements(&self, tensor: usize, precision: Precision) -> usize {
         let spec = &self.tensors[tensor];
-        match precision.is_half() && self.slots(tensor).any(|slot| slot == Slot::OutputWeight) {
-            true => spec.shape[0].next_multiple_of(LOGIT_COLUMNS) * spec.shape[1],
+        match precision.is_half() && self.slots(tensor).any(Slot::is_output) {
+            true => spec.elements() / spec.shape[0] * spec.shape[0].next_multiple_of(LOGIT_COLUMNS),
             false => spec.elements(),
         }
     }

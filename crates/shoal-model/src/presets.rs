@@ -1,6 +1,8 @@
 //! The usual sizes by name, so that a job can say `preset = "gpt2-124m"` and have no folder at hand.
 
-use crate::config::{Activation, Architecture, DecoderConfig, Dropout, Norm, Position, RotaryScaling};
+use crate::config::{
+    Activation, Architecture, DecoderConfig, Dropout, Norm, NormPlace, Position, RotaryScaling,
+};
 
 /// Every preset's name, smallest first within its family.
 pub const NAMES: &[&str] = &[
@@ -18,6 +20,9 @@ pub const NAMES: &[&str] = &[
     "qwen2-tiny",
     "qwen2-0.5b",
     "qwen2-1.5b",
+    "bert-tiny",
+    "bert-base",
+    "bert-large",
 ];
 
 /// The configuration behind a preset's name.
@@ -48,6 +53,10 @@ pub fn preset(name: &str) -> Option<DecoderConfig> {
         "qwen2-tiny" => qwen2(256, 64, 2, 4, 2, 176, 256),
         "qwen2-0.5b" => qwen2(151936, 896, 24, 14, 2, 4864, 131072),
         "qwen2-1.5b" => qwen2(151936, 1536, 28, 12, 2, 8960, 131072),
+        // The bytes and a mask.
+        "bert-tiny" => bert(257, 64, 2, 4, 160, 256),
+        "bert-base" => bert(30522, 768, 12, 12, 3072, 512),
+        "bert-large" => bert(30522, 1024, 24, 16, 4096, 512),
         _ => return None,
     })
 }
@@ -67,12 +76,16 @@ pub fn gpt2(vocabulary: usize, width: usize, layers: usize, heads: usize, positi
         position: Position::Learned,
         norm: Norm::Layer,
         norm_eps: 1e-5,
+        norm_place: NormPlace::Before,
         activation: Activation::GeluTanh,
+        causal: true,
         attention_scale: 1.0 / ((width / heads) as f32).sqrt(),
         qkv_bias: true,
         attention_output_bias: true,
         mlp_bias: true,
         tied: true,
+        token_types: 0,
+        head_transform: false,
         dropout: Dropout::default(),
         init_range: 0.02,
     }
@@ -104,12 +117,16 @@ pub fn llama(
         position: Position::Rotary { theta, scaling: RotaryScaling::None },
         norm: Norm::Rms,
         norm_eps: 1e-5,
+        norm_place: NormPlace::Before,
         activation: Activation::SwiGlu,
+        causal: true,
         attention_scale: 1.0 / ((width / heads) as f32).sqrt(),
         qkv_bias: false,
         attention_output_bias: false,
         mlp_bias: false,
         tied,
+        token_types: 0,
+        head_transform: false,
         dropout: Dropout::default(),
         init_range: 0.02,
     }
@@ -130,6 +147,28 @@ pub fn qwen2(
         norm_eps: 1e-6,
         qkv_bias: true,
         ..llama(vocabulary, width, layers, heads, kv_heads, mlp_width, positions, 1e6, true)
+    }
+}
+
+/// A BERT of any size, for masked tokens, without dropout as the others.
+pub fn bert(
+    vocabulary: usize,
+    width: usize,
+    layers: usize,
+    heads: usize,
+    mlp_width: usize,
+    positions: usize,
+) -> DecoderConfig {
+    DecoderConfig {
+        architecture: Architecture::Bert,
+        mlp_width,
+        norm_eps: 1e-12,
+        norm_place: NormPlace::After,
+        activation: Activation::GeluErf,
+        causal: false,
+        token_types: 2,
+        head_transform: true,
+        ..gpt2(vocabulary, width, layers, heads, positions)
     }
 }
 
@@ -155,6 +194,9 @@ mod tests {
             ("llama-7b", 6738.42),
             ("qwen2-0.5b", 494.03),
             ("qwen2-1.5b", 1543.71),
+            // Without the pooler, which has no part in masked tokens.
+            ("bert-base", 109.51),
+            ("bert-large", 335.17),
         ] {
             assert!((millions(name) - expected).abs() < 0.01, "{name}: {}", millions(name));
         }

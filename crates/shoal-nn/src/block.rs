@@ -4,9 +4,9 @@
 
 use shoal_kernels::device::Result;
 use shoal_kernels::{AttentionShape, DropoutSite, Linear, Mat, MatMut, Tensor};
-use shoal_model::{Activation, BlockSpec, Slot};
+use shoal_model::{BlockSpec, NormPlace, Slot};
 
-use crate::layer::Call;
+use crate::layer::{Call, gelu};
 use crate::norm::NormSite;
 use crate::parameters::{Gradients, Parameters};
 
@@ -23,14 +23,12 @@ pub struct BlockSaved {
     qkv: Tensor,
     attention: Tensor,
     logsumexp: Tensor,
-    /// The residual stream between attention and MLP.
+    /// The residual stream between attention and MLP, before any norm.
     middle: Tensor,
     mlp_statistics: Tensor,
-    /// The gate's projection, in gated blocks.
-    gate: Option<Tensor>,
-    up: Tensor,
-    /// Where the precision keeps it.
-    activated: Option<Tensor>,
+    mlp: MlpSaved,
+    /// The residual stream after the MLP, where a norm comes after it.
+    last: Option<Tensor>,
 }
 
 impl BlockSaved {
@@ -41,8 +39,10 @@ impl BlockSaved {
 
 /// The part of it that belongs to the MLP.
 struct MlpSaved {
+    /// The gate's projection, in gated blocks.
     gate: Option<Tensor>,
     up: Tensor,
+    /// Where the precision keeps it.
     activated: Option<Tensor>,
 }
 
@@ -96,6 +96,7 @@ impl<'a> Block<'a> {
                 kv_heads: spec.kv_heads,
                 head_size: spec.head_size,
                 scale: spec.attention_scale,
+                causal: spec.causal,
             },
         }
     }
@@ -174,10 +175,20 @@ impl<'a> Block<'a> {
         self.call.device.bias_gradient(dy, sum, more)
     }
 
-    /// The attention's output bias, where its gradient is the sum of the stream's as it stands.
-    fn undropped_attention_bias(&self, gradients: &Gradients) -> Option<Slot> {
-        let slot = Slot::AttentionOutputBias;
-        (gradients.has(slot) && self.residual_dropout(ATTENTION_OUTPUT_SITE).is_none()).then_some(slot)
+    /// The bias of a projection back into the stream, where its gradient is the sum of the stream's as it
+    /// stands: the backward of a norm of that stream makes it on the way.
+    fn stream_bias(&self, gradients: &Gradients, bias: Slot, site: u64) -> Option<Slot> {
+        (gradients.has(bias) && self.residual_dropout(site).is_none()).then_some(bias)
+    }
+
+    fn attention_stream_bias(&self, gradients: &Gradients) -> Option<Slot> {
+        self.stream_bias(gradients, Slot::AttentionOutputBias, ATTENTION_OUTPUT_SITE)
+    }
+
+    /// Norms that come before the MLP do not see the stream after it.
+    fn mlp_stream_bias(&self, gradients: &Gradients) -> Option<Slot> {
+        let after = self.spec.norm_place == NormPlace::After;
+        self.stream_bias(gradients, Slot::DownBias, MLP_OUTPUT_SITE).filter(|_| after)
     }
 }
 
@@ -190,64 +201,11 @@ pub(crate) fn forward(
     want_output: bool,
 ) -> Result<(BlockSaved, Option<Tensor>)> {
     let block = Block::new(spec, call, parameters);
-    let (device, rows) = (call.device, block.rows);
-    let statistics = block.attention_norm.kind.statistics();
-
-    let mut normed = call.rows_of("normed rows", spec.width)?;
-    let mut attention_statistics = call.float_rows_of("norm statistics", statistics)?;
-    let input = block.width_rows(&x);
-    block.attention_norm.forward(device, parameters, input, &mut attention_statistics, &mut normed)?;
-
-    let mut qkv = call.rows_of("queries, keys and values", spec.qkv_width())?;
-    for projection in qkv_projections(spec, parameters) {
-        let linear = block.linear(projection.weight, spec.width, projection.outputs);
-        let bias = parameters.optional(projection.bias);
-        let out = MatMut::columns(&mut qkv, rows, projection.first, projection.outputs, spec.qkv_width());
-        device.linear(block.width_rows(&normed), linear, bias, None, out)?;
+    match spec.norm_place {
+        NormPlace::Before => block.forward_norms_before(x, want_output),
+        // The last norm's statistics are among the backward's needs, and the output comes with them.
+        NormPlace::After => block.forward_norms_after(x).map(|(saved, output)| (saved, Some(output))),
     }
-    if let Some(table) = call.rotary.filter(|_| spec.rotary) {
-        device.rotary(block.shape, table, false, &mut qkv)?;
-    }
-
-    let mut attention = call.rows_of("attention", spec.query_width())?;
-    let mut logsumexp = call.float_rows_of("attention sums", spec.heads)?;
-    device.attention(block.shape, block.attention_dropout(), &qkv, &mut attention, &mut logsumexp)?;
-
-    let mut middle = call.rows_of("residual", spec.width)?;
-    let attended = Mat::new(&attention, rows, spec.query_width());
-    let output_slots = (Slot::AttentionOutputWeight, Slot::AttentionOutputBias);
-    block.project_back(attended, output_slots, ATTENTION_OUTPUT_SITE, &x, &mut middle)?;
-
-    let mut mlp_statistics = call.float_rows_of("norm statistics", statistics)?;
-    let input = block.width_rows(&middle);
-    block.mlp_norm.forward(device, parameters, input, &mut mlp_statistics, &mut normed)?;
-
-    let keeps = spec.keeps_activation(call.precision);
-    let (gate, up, activated) = block.project_up(&normed, want_output || keeps)?;
-    let output = match (&activated, want_output) {
-        (Some(activated), true) => {
-            // The normed rows have done their work: their room becomes the output's.
-            let activated = Mat::new(activated, rows, spec.mlp_width);
-            let down = (Slot::DownWeight, Slot::DownBias);
-            block.project_back(activated, down, MLP_OUTPUT_SITE, &middle, &mut normed)?;
-            Some(normed)
-        }
-        _ => None,
-    };
-    let activated = activated.filter(|_| keeps);
-    let saved = BlockSaved {
-        x,
-        attention_statistics,
-        qkv,
-        attention,
-        logsumexp,
-        middle,
-        mlp_statistics,
-        gate,
-        up,
-        activated,
-    };
-    Ok((saved, output))
 }
 
 /// From the gradient of the output to that of the input, in the same room.
@@ -257,21 +215,201 @@ pub(crate) fn backward(
     parameters: &Parameters,
     gradients: &mut Gradients,
     saved: BlockSaved,
-    mut dy: Tensor,
+    dy: Tensor,
 ) -> Result<Tensor> {
     let block = Block::new(spec, call, parameters);
-    let BlockSaved { x, attention_statistics, qkv, attention, logsumexp, .. } = saved;
-    let BlockSaved { middle, mlp_statistics, gate, up, activated, .. } = saved;
-    let mut scratch = call.rows_of("scratch rows", spec.width)?;
-    let mlp = MlpSaved { gate, up, activated };
-    block.mlp_backward(gradients, mlp, &middle, &mlp_statistics, &mut scratch, &mut dy)?;
-    drop((middle, mlp_statistics));
-    let qkv_gradient = block.attention_gradient(gradients, qkv, attention, logsumexp, &mut scratch, &dy)?;
-    block.qkv_backward(gradients, &qkv_gradient, &x, &attention_statistics, &mut scratch, &mut dy)?;
-    Ok(dy)
+    match spec.norm_place {
+        NormPlace::Before => block.backward_norms_before(gradients, saved, dy),
+        NormPlace::After => block.backward_norms_after(gradients, saved, dy),
+    }
 }
 
+/// `x + attention(norm(x))`, then the same with the MLP.
 impl Block<'_> {
+    fn forward_norms_before(&self, x: Tensor, want_output: bool) -> Result<(BlockSaved, Option<Tensor>)> {
+        let (spec, call, parameters) = (self.spec, self.call, self.parameters);
+        let device = call.device;
+        let mut normed = call.rows_of("normed rows", spec.width)?;
+        let mut attention_statistics = self.statistics()?;
+        let input = self.width_rows(&x);
+        self.attention_norm.forward(device, parameters, input, &mut attention_statistics, &mut normed)?;
+        let (qkv, attention, logsumexp) = self.attend(&normed)?;
+        let middle = self.attention_sum(&attention, &x)?;
+
+        let mut mlp_statistics = self.statistics()?;
+        let input = self.width_rows(&middle);
+        self.mlp_norm.forward(device, parameters, input, &mut mlp_statistics, &mut normed)?;
+        let keeps = spec.keeps_activation(call.precision);
+        let (gate, up, activated) = self.project_up(&normed, want_output || keeps)?;
+        let output = match (&activated, want_output) {
+            (Some(activated), true) => {
+                // The normed rows have done their work: their room becomes the output's.
+                self.mlp_sum(activated, &middle, &mut normed)?;
+                Some(normed)
+            }
+            _ => None,
+        };
+        let activated = activated.filter(|_| keeps);
+        let saved = BlockSaved {
+            x,
+            attention_statistics,
+            qkv,
+            attention,
+            logsumexp,
+            middle,
+            mlp_statistics,
+            mlp: MlpSaved { gate, up, activated },
+            last: None,
+        };
+        Ok((saved, output))
+    }
+
+    fn backward_norms_before(
+        &self,
+        gradients: &mut Gradients,
+        saved: BlockSaved,
+        mut dy: Tensor,
+    ) -> Result<Tensor> {
+        let (spec, device, parameters) = (self.spec, self.call.device, self.parameters);
+        let BlockSaved { x, attention_statistics, qkv, attention, logsumexp, .. } = saved;
+        let BlockSaved { middle, mlp_statistics, mlp, .. } = saved;
+        // First the gradient of normed rows; a norm's backward then leaves the rows themselves there.
+        let mut scratch = self.call.rows_of("scratch rows", spec.width)?;
+
+        let ups = self.activation_backward(gradients, mlp, &mut scratch, &dy)?;
+        self.up_input_gradient(&ups, &mut scratch, false)?;
+        let (norm, input) = (self.mlp_norm, self.width_rows(&middle));
+        let (to, bias) = ((&mut dy, true), self.attention_stream_bias(gradients));
+        norm.backward(device, parameters, gradients, input, &mlp_statistics, &mut scratch, to, bias)?;
+        self.up_parameter_gradients(gradients, &ups, &scratch)?;
+        drop((ups, middle, mlp_statistics));
+
+        let qkv_gradient =
+            self.attention_gradient(gradients, qkv, attention, logsumexp, &mut scratch, &dy)?;
+        self.qkv_input_gradient(&qkv_gradient, &mut scratch, false)?;
+        let (norm, input) = (self.attention_norm, self.width_rows(&x));
+        let to = (&mut dy, true);
+        norm.backward(device, parameters, gradients, input, &attention_statistics, &mut scratch, to, None)?;
+        self.qkv_parameter_gradients(gradients, &qkv_gradient, &scratch)?;
+        Ok(dy)
+    }
+}
+
+/// `norm(x + attention(x))`, then the same with the MLP.
+impl Block<'_> {
+    fn forward_norms_after(&self, x: Tensor) -> Result<(BlockSaved, Tensor)> {
+        let (spec, call, parameters) = (self.spec, self.call, self.parameters);
+        let device = call.device;
+        let mut normed = call.rows_of("normed rows", spec.width)?;
+        let (qkv, attention, logsumexp) = self.attend(&x)?;
+        let middle = self.attention_sum(&attention, &x)?;
+        let mut attention_statistics = self.statistics()?;
+        let input = self.width_rows(&middle);
+        self.attention_norm.forward(device, parameters, input, &mut attention_statistics, &mut normed)?;
+
+        let (gate, up, activated) = self.project_up(&normed, true)?;
+        let activated = activated.expect("an activation that was asked for");
+        let mut last = call.rows_of("residual", spec.width)?;
+        self.mlp_sum(&activated, &normed, &mut last)?;
+        let mut mlp_statistics = self.statistics()?;
+        // The rows that went into the MLP have done their work: their room becomes the output's.
+        let input = self.width_rows(&last);
+        self.mlp_norm.forward(device, parameters, input, &mut mlp_statistics, &mut normed)?;
+        let activated = Some(activated).filter(|_| spec.keeps_activation(call.precision));
+        let saved = BlockSaved {
+            x,
+            attention_statistics,
+            qkv,
+            attention,
+            logsumexp,
+            middle,
+            mlp_statistics,
+            mlp: MlpSaved { gate, up, activated },
+            last: Some(last),
+        };
+        Ok((saved, normed))
+    }
+
+    fn backward_norms_after(
+        &self,
+        gradients: &mut Gradients,
+        saved: BlockSaved,
+        mut dy: Tensor,
+    ) -> Result<Tensor> {
+        let (spec, device, parameters) = (self.spec, self.call.device, self.parameters);
+        let BlockSaved { x, attention_statistics, qkv, attention, logsumexp, .. } = saved;
+        let BlockSaved { middle, mlp_statistics, mlp, last, .. } = saved;
+        let last = last.expect("norms that come after keep what the last one normed");
+        let mut scratch = self.call.rows_of("scratch rows", spec.width)?;
+
+        // A norm's backward moves the gradient into the other room and leaves its output in the first.
+        let (norm, input) = (self.mlp_norm, self.width_rows(&last));
+        let (to, bias) = ((&mut scratch, false), self.mlp_stream_bias(gradients));
+        norm.backward(device, parameters, gradients, input, &mlp_statistics, &mut dy, to, bias)?;
+        std::mem::swap(&mut dy, &mut scratch);
+        drop((last, mlp_statistics));
+
+        let ups = self.activation_backward(gradients, mlp, &mut scratch, &dy)?;
+        self.up_input_gradient(&ups, &mut dy, true)?;
+        let (norm, input) = (self.attention_norm, self.width_rows(&middle));
+        let (to, bias) = ((&mut scratch, false), self.attention_stream_bias(gradients));
+        norm.backward(device, parameters, gradients, input, &attention_statistics, &mut dy, to, bias)?;
+        std::mem::swap(&mut dy, &mut scratch);
+        self.up_parameter_gradients(gradients, &ups, &scratch)?;
+        drop((ups, middle, attention_statistics));
+
+        let qkv_gradient =
+            self.attention_gradient(gradients, qkv, attention, logsumexp, &mut scratch, &dy)?;
+        self.qkv_input_gradient(&qkv_gradient, &mut dy, true)?;
+        self.qkv_parameter_gradients(gradients, &qkv_gradient, &x)?;
+        Ok(dy)
+    }
+}
+
+/// The gradient of a projection's output, and the projection's slots.
+type ProjectionGradient = (Tensor, (Slot, Slot));
+
+/// The parts that both are made of.
+impl Block<'_> {
+    fn statistics(&self) -> Result<Tensor> {
+        self.call.float_rows_of("norm statistics", self.attention_norm.kind.statistics())
+    }
+
+    /// Queries, keys and values of the rows, and their attention with its sums.
+    fn attend(&self, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+        let (spec, call, rows) = (self.spec, self.call, self.rows);
+        let device = call.device;
+        let mut qkv = call.rows_of("queries, keys and values", spec.qkv_width())?;
+        for projection in qkv_projections(spec, self.parameters) {
+            let linear = self.linear(projection.weight, spec.width, projection.outputs);
+            let bias = self.parameters.optional(projection.bias);
+            let out = MatMut::columns(&mut qkv, rows, projection.first, projection.outputs, spec.qkv_width());
+            device.linear(self.width_rows(x), linear, bias, None, out)?;
+        }
+        if let Some(table) = call.rotary.filter(|_| spec.rotary) {
+            device.rotary(self.shape, table, false, &mut qkv)?;
+        }
+        let mut attention = call.rows_of("attention", spec.query_width())?;
+        let mut logsumexp = call.float_rows_of("attention sums", spec.heads)?;
+        device.attention(self.shape, self.attention_dropout(), &qkv, &mut attention, &mut logsumexp)?;
+        Ok((qkv, attention, logsumexp))
+    }
+
+    /// The residual stream between attention and MLP.
+    fn attention_sum(&self, attention: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        let mut sum = self.call.rows_of("residual", self.spec.width)?;
+        let attended = Mat::new(attention, self.rows, self.spec.query_width());
+        let slots = (Slot::AttentionOutputWeight, Slot::AttentionOutputBias);
+        self.project_back(attended, slots, ATTENTION_OUTPUT_SITE, residual, &mut sum)?;
+        Ok(sum)
+    }
+
+    /// The residual stream after the MLP.
+    fn mlp_sum(&self, activated: &Tensor, residual: &Tensor, sum: &mut Tensor) -> Result {
+        let activated = Mat::new(activated, self.rows, self.spec.mlp_width);
+        self.project_back(activated, (Slot::DownWeight, Slot::DownBias), MLP_OUTPUT_SITE, residual, sum)
+    }
+
     /// The projections of the normed rows, and, if wanted, their activation.
     fn project_up(
         &self,
@@ -286,8 +424,8 @@ impl Block<'_> {
             device.linear(input, linear, self.parameters.optional(bias), None, target)
         };
         let room = |what: &str| self.call.rows_of(what, mlp);
-        match self.spec.activation {
-            Activation::GeluTanh => {
+        match gelu(self.spec.activation) {
+            Some(kind) => {
                 let mut up = room("MLP projection")?;
                 if !activate {
                     project(Slot::UpWeight, Slot::UpBias, &mut up)?;
@@ -296,10 +434,10 @@ impl Block<'_> {
                 let mut activated = room("activation")?;
                 let linear = self.linear(Slot::UpWeight, self.spec.width, mlp);
                 let bias = self.parameters.optional(Slot::UpBias);
-                device.linear_gelu(input, linear, bias, &mut up, &mut activated)?;
+                device.linear_gelu(kind, input, linear, bias, &mut up, &mut activated)?;
                 Ok((None, up, Some(activated)))
             }
-            Activation::SwiGlu => {
+            None => {
                 let mut gate = room("gate")?;
                 project(Slot::GateWeight, Slot::GateBias, &mut gate)?;
                 let mut up = room("MLP projection")?;
@@ -314,34 +452,28 @@ impl Block<'_> {
         }
     }
 
-    /// Through the MLP and its norm; `dy` becomes the gradient of the residual stream before it.
-    fn mlp_backward(
+    /// `to (+)=` the gradient of the rows that the MLP's projections took.
+    fn up_input_gradient(&self, ups: &[ProjectionGradient], to: &mut Tensor, accumulate: bool) -> Result {
+        let (spec, rows) = (self.spec, self.rows);
+        for (index, (gradient, (weight, _))) in ups.iter().enumerate() {
+            let linear = self.linear(*weight, spec.width, spec.mlp_width);
+            let (gradient, to) =
+                (Mat::new(gradient, rows, spec.mlp_width), MatMut::new(to, rows, spec.width));
+            self.call.device.linear_input_gradient(gradient, linear, to, accumulate || index > 0)?;
+        }
+        Ok(())
+    }
+
+    /// Gradients of the MLP's projections of the rows `x`.
+    fn up_parameter_gradients(
         &self,
         gradients: &mut Gradients,
-        mlp: MlpSaved,
-        middle: &Tensor,
-        statistics: &Tensor,
-        scratch: &mut Tensor,
-        dy: &mut Tensor,
+        ups: &[ProjectionGradient],
+        x: &Tensor,
     ) -> Result {
-        let projections = self.activation_backward(gradients, mlp, scratch, dy)?;
-        let (spec, device, rows) = (self.spec, self.call.device, self.rows);
-        for (index, (gradient, (weight, _))) in projections.iter().enumerate() {
-            let linear = self.linear(*weight, spec.width, spec.mlp_width);
-            let target = MatMut::new(scratch, rows, spec.width);
-            device.linear_input_gradient(
-                Mat::new(gradient, rows, spec.mlp_width),
-                linear,
-                target,
-                index > 0,
-            )?;
-        }
-        let (norm, input) = (self.mlp_norm, self.width_rows(middle));
-        let bias = self.undropped_attention_bias(gradients);
-        norm.backward(device, self.parameters, gradients, input, statistics, scratch, (dy, true), bias)?;
-        for (gradient, slots) in &projections {
-            let gradient = Mat::new(gradient, rows, spec.mlp_width);
-            self.parameter_gradients(gradients, *slots, self.width_rows(scratch), gradient)?;
+        for (gradient, slots) in ups {
+            let gradient = Mat::new(gradient, self.rows, self.spec.mlp_width);
+            self.parameter_gradients(gradients, *slots, self.width_rows(x), gradient)?;
         }
         Ok(())
     }
@@ -354,27 +486,31 @@ impl Block<'_> {
         MlpSaved { gate, mut up, activated }: MlpSaved,
         scratch: &mut Tensor,
         dy: &Tensor,
-    ) -> Result<Vec<(Tensor, (Slot, Slot))>> {
+    ) -> Result<Vec<ProjectionGradient>> {
         let (device, rows, mlp) = (self.call.device, self.rows, self.spec.mlp_width);
-        let down = (Slot::DownWeight, Slot::DownBias);
         let linear = self.linear(Slot::DownWeight, mlp, self.spec.width);
         let mut gradient = self.call.rows_of("gradient of the activation", mlp)?;
         let d = self.back_gradient(MLP_OUTPUT_SITE, dy, scratch)?;
-        if let Some(activated) = activated {
-            device.linear_gelu_input_gradient(d, linear, &up, &mut gradient)?;
-            self.parameter_gradients(gradients, down, Mat::new(&activated, rows, mlp), d)?;
+        if self.mlp_stream_bias(gradients).is_none() {
+            self.bias_gradient(gradients, Slot::DownBias, d)?;
+        }
+        let kind = gelu(self.spec.activation);
+        if let (Some(kind), Some(activated)) = (kind, activated) {
+            device.linear_gelu_input_gradient(kind, d, linear, &up, &mut gradient)?;
+            self.weight_gradient(gradients, Slot::DownWeight, Mat::new(&activated, rows, mlp), d)?;
             return Ok(vec![(gradient, (Slot::UpWeight, Slot::UpBias))]);
         }
         device.linear_input_gradient(d, linear, MatMut::new(&mut gradient, rows, mlp), false)?;
-        match gate {
-            None => {
-                device.gelu_backward(&mut up, &mut gradient)?;
-                self.parameter_gradients(gradients, down, Mat::new(&up, rows, mlp), d)?;
+        match (kind, gate) {
+            (Some(kind), _) => {
+                device.gelu_backward(kind, &mut up, &mut gradient)?;
+                self.weight_gradient(gradients, Slot::DownWeight, Mat::new(&up, rows, mlp), d)?;
                 Ok(vec![(gradient, (Slot::UpWeight, Slot::UpBias))])
             }
-            Some(mut gate) => {
+            (None, gate) => {
+                let mut gate = gate.expect("a gated block keeps its gate");
                 device.swiglu_backward(&mut gate, &mut up, &mut gradient)?;
-                self.parameter_gradients(gradients, down, Mat::new(&gradient, rows, mlp), d)?;
+                self.weight_gradient(gradients, Slot::DownWeight, Mat::new(&gradient, rows, mlp), d)?;
                 let slots = [(Slot::GateWeight, Slot::GateBias), (Slot::UpWeight, Slot::UpBias)];
                 Ok([gate, up].into_iter().zip(slots).collect())
             }
@@ -400,8 +536,7 @@ impl Block<'_> {
             device.linear_input_gradient(d, linear, target, false)?;
             let attended = Mat::new(&attention, rows, query);
             self.weight_gradient(gradients, Slot::AttentionOutputWeight, attended, d)?;
-            // Where nothing was dropped, the MLP norm's backward has made the bias's.
-            if self.undropped_attention_bias(gradients).is_none() {
+            if self.attention_stream_bias(gradients).is_none() {
                 self.bias_gradient(gradients, Slot::AttentionOutputBias, d)?;
             }
         }
@@ -424,32 +559,33 @@ impl Block<'_> {
         Ok(qkv_gradient)
     }
 
-    /// Through the projections and the first norm; `dy` becomes the gradient of the block's input.
-    fn qkv_backward(
+    /// `to (+)=` the gradient of the rows that queries, keys and values were made of.
+    fn qkv_input_gradient(&self, qkv_gradient: &Tensor, to: &mut Tensor, accumulate: bool) -> Result {
+        for (index, projection) in qkv_projections(self.spec, self.parameters).iter().enumerate() {
+            let linear = self.linear(projection.weight, self.spec.width, projection.outputs);
+            let gradient = self.qkv_columns(qkv_gradient, projection);
+            let to = MatMut::new(to, self.rows, self.spec.width);
+            self.call.device.linear_input_gradient(gradient, linear, to, accumulate || index > 0)?;
+        }
+        Ok(())
+    }
+
+    /// Gradients of the projections that made queries, keys and values of the rows `x`.
+    fn qkv_parameter_gradients(
         &self,
         gradients: &mut Gradients,
         qkv_gradient: &Tensor,
         x: &Tensor,
-        statistics: &Tensor,
-        scratch: &mut Tensor,
-        dy: &mut Tensor,
     ) -> Result {
-        let (spec, device, rows) = (self.spec, self.call.device, self.rows);
-        let projections = qkv_projections(spec, self.parameters);
-        let columns = |projection: &Projection| {
-            Mat::columns(qkv_gradient, rows, projection.first, projection.outputs, spec.qkv_width())
-        };
-        for (index, projection) in projections.iter().enumerate() {
-            let linear = self.linear(projection.weight, spec.width, projection.outputs);
-            let target = MatMut::new(scratch, rows, spec.width);
-            device.linear_input_gradient(columns(projection), linear, target, index > 0)?;
-        }
-        let (norm, input) = (self.attention_norm, self.width_rows(x));
-        norm.backward(device, self.parameters, gradients, input, statistics, scratch, (dy, true), None)?;
-        for projection in &projections {
+        for projection in &qkv_projections(self.spec, self.parameters) {
             let slots = (projection.weight, projection.bias);
-            self.parameter_gradients(gradients, slots, self.width_rows(scratch), columns(projection))?;
+            let gradient = self.qkv_columns(qkv_gradient, projection);
+            self.parameter_gradients(gradients, slots, self.width_rows(x), gradient)?;
         }
         Ok(())
+    }
+
+    fn qkv_columns<'t>(&self, qkv: &'t Tensor, projection: &Projection) -> Mat<'t> {
+        Mat::columns(qkv, self.rows, projection.first, projection.outputs, self.spec.qkv_width())
     }
 }

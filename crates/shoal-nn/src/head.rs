@@ -1,12 +1,13 @@
-//! Final norm, output projection and cross-entropy. Where the backward follows at once, the logits become
-//! their own gradient in place; where only the loss is wanted they exist a few rows at a time.
+//! Final norm, output projection and cross-entropy; before them a dense layer with an activation, where the
+//! model has one. Where the backward follows at once, the logits become their own gradient in place; where
+//! only the loss is wanted they exist a few rows at a time.
 
 use shoal_kernels::device::Result;
-use shoal_kernels::{Linear, LossMode, Mat, MatMut, Tensor};
+use shoal_kernels::{Element, Gelu, Linear, LossMode, Mat, MatMut, Tensor};
 use shoal_model::footprint::head_chunk_rows;
 use shoal_model::{HeadSpec, Slot};
 
-use crate::layer::{Call, LossSink, element};
+use crate::layer::{Call, LossSink, element, gelu};
 use crate::norm::NormSite;
 use crate::parameters::{Gradients, Parameters};
 
@@ -15,13 +16,33 @@ pub struct HeadSaved {
     x: Tensor,
     /// Kept only because it arrived with `x`; released with the rest.
     _targets: Tensor,
+    transformed: Option<Transformed>,
     statistics: Tensor,
     /// Already the gradient of the loss.
     logits: Tensor,
 }
 
+/// What a dense layer makes.
+struct Transformed {
+    /// The projection.
+    before: Tensor,
+    /// Its activation, which is normed.
+    after: Tensor,
+}
+
 fn norm_site(spec: &HeadSpec) -> NormSite {
     NormSite::new(spec.norm, spec.norm_eps, Slot::FinalNormWeight, Slot::FinalNormBias)
+}
+
+/// The activation of the dense layer, where there is one.
+fn transform(spec: &HeadSpec) -> Option<Gelu> {
+    spec.transform.map(|activation| gelu(activation).expect("a head's activation is not gated"))
+}
+
+/// The dense layer's matrix; every architecture that has one stores it as [out, in].
+fn transform_linear<'a>(spec: &HeadSpec, parameters: &Parameters<'a>) -> Linear<'a> {
+    let weight = parameters.get(Slot::TransformWeight);
+    Linear { weight, inputs: spec.width, outputs: spec.width, in_out: false }
 }
 
 /// The output matrix, with the rows of zeros that its copy ends in.
@@ -29,6 +50,33 @@ fn output_linear<'a>(spec: &HeadSpec, call: &Call, parameters: &Parameters<'a>) 
     // Every architecture stores the output matrix like the embedding it may be tied to: a row a token.
     let weight = parameters.get(Slot::OutputWeight);
     Linear { weight, inputs: spec.width, outputs: spec.logit_columns(call.precision), in_out: false }
+}
+
+/// Rows on their way to the logits.
+struct Normed {
+    transformed: Option<Transformed>,
+    statistics: Tensor,
+    normed: Tensor,
+}
+
+/// Everything before the output projection.
+fn norm_rows(spec: &HeadSpec, call: &Call, parameters: &Parameters, x: Mat) -> Result<Normed> {
+    let (device, norm, kind) = (call.device, norm_site(spec), element(call.precision));
+    let room = |what: &str| call.room(what, kind, x.rows * spec.width);
+    let transformed = match transform(spec) {
+        None => None,
+        Some(kind) => {
+            let (mut before, mut after) = (room("the head's projection")?, room("the head's activation")?);
+            let (linear, bias) = (transform_linear(spec, parameters), parameters.get(Slot::TransformBias));
+            device.linear_gelu(kind, x, linear, Some(bias), &mut before, &mut after)?;
+            Some(Transformed { before, after })
+        }
+    };
+    let mut statistics = call.room("norm statistics", Element::F32, x.rows * norm.kind.statistics())?;
+    let mut normed = room("normed rows")?;
+    let input = transformed.as_ref().map_or(x, |made| Mat::new(&made.after, x.rows, spec.width));
+    norm.forward(device, parameters, input, &mut statistics, &mut normed)?;
+    Ok(Normed { transformed, statistics, normed })
 }
 
 pub(crate) fn forward(
@@ -40,19 +88,17 @@ pub(crate) fn forward(
     loss: LossSink,
 ) -> Result<HeadSaved> {
     let (device, rows) = (call.device, call.rows());
-    let norm = norm_site(spec);
-    let mut statistics = call.float_rows_of("norm statistics", norm.kind.statistics())?;
-    let mut normed = call.rows_of("normed rows", spec.width)?;
-    norm.forward(device, parameters, Mat::new(&x, rows, spec.width), &mut statistics, &mut normed)?;
+    let Normed { transformed, statistics, normed } =
+        norm_rows(spec, call, parameters, Mat::new(&x, rows, spec.width))?;
     let columns = spec.logit_columns(call.precision);
     let mut logits = call.rows_of("logits", columns)?;
     let target = MatMut::new(&mut logits, rows, columns);
-    let input = Mat::new(&normed, rows, spec.width);
-    device.linear(input, output_linear(spec, call, parameters), None, None, target)?;
+    let (input, bias) = (Mat::new(&normed, rows, spec.width), parameters.optional(Slot::OutputBias));
+    device.linear(input, output_linear(spec, call, parameters), bias, None, target)?;
     let mode = LossMode::Gradient { scale: loss.scale };
     let rows_of_logits = MatMut::columns(&mut logits, rows, 0, spec.vocabulary, columns);
     device.cross_entropy(&targets, 0, mode, rows_of_logits, loss.sum)?;
-    Ok(HeadSaved { x, _targets: targets, statistics, logits })
+    Ok(HeadSaved { x, _targets: targets, transformed, statistics, logits })
 }
 
 /// The loss alone: logits exist some rows at a time.
@@ -65,20 +111,16 @@ pub(crate) fn loss_only(
     loss: LossSink,
 ) -> Result {
     let (device, rows) = (call.device, call.rows());
-    let norm = norm_site(spec);
-    let mut statistics = call.float_rows_of("norm statistics", norm.kind.statistics())?;
-    let mut normed = call.rows_of("normed rows", spec.width)?;
-    norm.forward(device, parameters, Mat::new(x, rows, spec.width), &mut statistics, &mut normed)?;
+    let made = norm_rows(spec, call, parameters, Mat::new(x, rows, spec.width))?;
     let chunk = rows.min(head_chunk_rows(call.precision));
     let columns = spec.logit_columns(call.precision);
-    let kind = element(call.precision);
-    let mut logits = Tensor::of(device.arena(), "a chunk of logits", kind, chunk * columns)?;
-    let linear = output_linear(spec, call, parameters);
+    let mut logits = call.room("a chunk of logits", element(call.precision), chunk * columns)?;
+    let (linear, bias) = (output_linear(spec, call, parameters), parameters.optional(Slot::OutputBias));
     for first in (0..rows).step_by(chunk) {
         let count = chunk.min(rows - first);
-        let input = Mat::new(&normed, rows, spec.width).rows(first, count);
+        let input = Mat::new(&made.normed, rows, spec.width).rows(first, count);
         let target = MatMut::new(&mut logits, chunk, columns).rows(0, count);
-        device.linear(input, linear, None, None, target)?;
+        device.linear(input, linear, bias, None, target)?;
         let rows_of_logits = MatMut::columns(&mut logits, count, 0, spec.vocabulary, columns);
         device.cross_entropy(targets, first, LossMode::LossOnly, rows_of_logits, loss.sum)?;
     }
@@ -95,42 +137,53 @@ pub(crate) fn backward(
     let (device, rows) = (call.device, call.rows());
     let norm = norm_site(spec);
     let columns = spec.logit_columns(call.precision);
-    let HeadSaved { x, statistics, logits, _targets } = saved;
+    let HeadSaved { x, transformed, statistics, logits, _targets } = saved;
     // First the gradient of the normed rows; the norm's backward then leaves the rows themselves there.
     let mut normed = call.rows_of("normed rows", spec.width)?;
     let target = MatMut::new(&mut normed, rows, spec.width);
     let slopes = Mat::new(&logits, rows, columns);
     device.linear_input_gradient(slopes, output_linear(spec, call, parameters), target, false)?;
-    let mut dx = call.rows_of("gradient of the head's input", spec.width)?;
-    let input = Mat::new(&x, rows, spec.width);
+    let mut dx = call.rows_of("gradient of the norm's input", spec.width)?;
+    let input = Mat::new(transformed.as_ref().map_or(&x, |made| &made.after), rows, spec.width);
     let to = (&mut dx, false);
     norm.backward(device, parameters, gradients, input, &statistics, &mut normed, to, None)?;
     let (sum, more) = gradients.add_to(Slot::OutputWeight);
     device.linear_weight_gradient(Mat::new(&normed, rows, spec.width), slopes, sum, false, more)?;
-    Ok(dx)
+    if gradients.has(Slot::OutputBias) {
+        let (sum, more) = gradients.add_to(Slot::OutputBias);
+        device.bias_gradient(slopes, sum, more)?;
+    }
+    let (Some(kind), Some(Transformed { mut before, .. })) = (transform(spec), transformed) else {
+        return Ok(dx);
+    };
+    device.gelu_backward(kind, &mut before, &mut dx)?;
+    let dy = Mat::new(&dx, rows, spec.width);
+    let (sum, more) = gradients.add_to(Slot::TransformWeight);
+    device.linear_weight_gradient(Mat::new(&x, rows, spec.width), dy, sum, false, more)?;
+    let (sum, more) = gradients.add_to(Slot::TransformBias);
+    device.bias_gradient(dy, sum, more)?;
+    let target = MatMut::new(&mut normed, rows, spec.width);
+    device.linear_input_gradient(dy, transform_linear(spec, parameters), target, false)?;
+    Ok(normed)
 }
 
-/// Logits of each sample's last position, in rows of [`HeadSpec::logit_columns`]: what the model would say
-/// next.
-pub fn next_token_logits(
-    spec: &HeadSpec,
-    call: &Call,
-    parameters: &Parameters,
-    x: &Tensor,
-) -> Result<Tensor> {
-    let (device, samples) = (call.device, call.samples.len());
-    let norm = norm_site(spec);
-    let arena = device.arena();
-    let mut statistics = Tensor::new(arena, "norm statistics", samples * norm.kind.statistics())?;
-    let kind = element(call.precision);
-    let mut normed = Tensor::of(arena, "normed rows", kind, samples * spec.width)?;
-    let (stride, last) = (call.sequence * spec.width, (call.sequence - 1) * spec.width);
-    let rows = Mat { tensor: x, offset: last, rows: samples, cols: spec.width, stride };
-    norm.forward(device, parameters, rows, &mut statistics, &mut normed)?;
+/// Logits in rows of [`HeadSpec::logit_columns`]: of each sample's last position, which is what a model that
+/// predicts the next token would say next; or of every position, where each has its own.
+pub fn predict(spec: &HeadSpec, call: &Call, parameters: &Parameters, x: &Tensor) -> Result<Tensor> {
+    let (device, rows) = (call.device, spec.predicted_rows(call.samples.len(), call.sequence));
+    let all = Mat::new(x, call.rows(), spec.width);
+    let x = match spec.next_token {
+        false => all,
+        true => {
+            let (stride, last) = (call.sequence * spec.width, (call.sequence - 1) * spec.width);
+            Mat { offset: last, rows, stride, ..all }
+        }
+    };
+    let made = norm_rows(spec, call, parameters, x)?;
     let columns = spec.logit_columns(call.precision);
-    let mut logits = Tensor::of(arena, "next-token logits", kind, samples * columns)?;
-    let target = MatMut::new(&mut logits, samples, columns);
-    let input = Mat::new(&normed, samples, spec.width);
-    device.linear(input, output_linear(spec, call, parameters), None, None, target)?;
+    let mut logits = call.room("predicted logits", element(call.precision), rows * columns)?;
+    let target = MatMut::new(&mut logits, rows, columns);
+    let (input, bias) = (Mat::new(&made.normed, rows, spec.width), parameters.optional(Slot::OutputBias));
+    device.linear(input, output_linear(spec, call, parameters), bias, None, target)?;
     Ok(logits)
 }

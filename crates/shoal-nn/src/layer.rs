@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use shoal_kernels::device::Result;
 use shoal_kernels::random::fold;
-use shoal_kernels::{Device, DropoutSite, Element, Tensor};
-use shoal_model::{LayerKind, Precision, Retention};
+use shoal_kernels::{Device, DropoutSite, Element, Gelu, Tensor};
+use shoal_model::{Activation, LayerKind, Precision, Retention};
 
 use crate::block::BlockSaved;
 use crate::head::HeadSaved;
@@ -25,6 +25,15 @@ pub fn element(precision: Precision) -> Element {
         Precision::Fp32 | Precision::Tf32 => Element::F32,
         Precision::Bf16 => Element::Bf16,
         Precision::Fp16 => Element::F16,
+    }
+}
+
+/// Which GELU an activation is; none for a gated one.
+pub(crate) fn gelu(activation: Activation) -> Option<Gelu> {
+    match activation {
+        Activation::GeluTanh => Some(Gelu::Tanh),
+        Activation::GeluErf => Some(Gelu::Erf),
+        Activation::SwiGlu => None,
     }
 }
 
@@ -50,17 +59,17 @@ impl Call<'_> {
 
     /// Room for `per_row` activations a row, asked for in the layer's name.
     pub(crate) fn rows_of(&self, what: &str, per_row: usize) -> Result<Tensor> {
-        self.room(what, element(self.precision), per_row)
+        self.room(what, element(self.precision), self.rows() * per_row)
     }
 
     /// The same for numbers that are fp32 in every precision.
     pub(crate) fn float_rows_of(&self, what: &str, per_row: usize) -> Result<Tensor> {
-        self.room(what, Element::F32, per_row)
+        self.room(what, Element::F32, self.rows() * per_row)
     }
 
-    fn room(&self, what: &str, element: Element, per_row: usize) -> Result<Tensor> {
+    pub(crate) fn room(&self, what: &str, element: Element, elements: usize) -> Result<Tensor> {
         let who = format!("layer {} ({what} of samples {:?})", self.layer, self.samples);
-        Ok(Tensor::of(self.device.arena(), &who, element, self.rows() * per_row)?)
+        Ok(Tensor::of(self.device.arena(), &who, element, elements)?)
     }
 
     /// The dropout of one of the layer's sites, if anything is dropped.
@@ -172,7 +181,7 @@ pub fn backward(
 ) -> Result<Option<Tensor>> {
     match (kind, saved, gradient) {
         (LayerKind::Embedding(spec), Saved::Embedding(tokens), Some(dy)) => {
-            embedding::backward(spec, call, gradients, &tokens, dy)?;
+            embedding::backward(spec, call, parameters, gradients, &tokens, dy)?;
             Ok(None)
         }
         (LayerKind::Block(spec), Saved::Block(saved), Some(dy)) => {

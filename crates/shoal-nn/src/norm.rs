@@ -1,4 +1,4 @@
-//! The norms of a block and of the head: one place that knows how their statistics and gradients go.
+//! The norms of the layers: one place that knows how their statistics and gradients go.
 
 use shoal_kernels::device::{Result, Sum};
 use shoal_kernels::{Device, Mat, NormKind, Tensor};

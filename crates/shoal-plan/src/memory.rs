@@ -2,7 +2,7 @@
 //! pile their values on top of it. A plan is accepted or refused by this number, and the engine's counted
 //! bytes never pass it.
 
-use shoal_model::footprint::{Footprint, allocation_bytes, compute_bytes};
+use shoal_model::footprint::{Footprint, allocation_bytes, compute_bytes, prediction_peak};
 use shoal_model::{Chain, LayerKind, Precision};
 
 use crate::program::{Keep, Op, Program, Purpose};
@@ -118,13 +118,11 @@ fn change(op: &Op, sequence: usize, precision: Precision, chain: &Chain) -> Chan
         }
         Op::Predict { layer, samples } => {
             let Footprint { input, .. } = footprint(layer, samples);
-            let columns = match &chain.layers[layer].kind {
-                LayerKind::Head(spec) => spec.logit_columns(precision),
+            let peak = match &chain.layers[layer].kind {
+                LayerKind::Head(spec) => prediction_peak(spec, samples.count(), sequence, precision),
                 _ => 0,
             };
-            let logits = compute_bytes(samples.count() * columns, precision);
-            // Normed rows and statistics of one position a sample are at most what the input takes.
-            Change { peak: input + logits, gain: 0, loss: input }
+            Change { peak, gain: 0, loss: input }
         }
         Op::CountTargets | Op::SumLoss | Op::GradientNorm | Op::Update { .. } => none,
     }

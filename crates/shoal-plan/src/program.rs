@@ -35,7 +35,7 @@ pub enum Purpose {
     Train,
     /// The loss of some samples.
     Evaluate,
-    /// The logits of each sample's next token.
+    /// The logits of each sample's next token, or of all its tokens where each sees all.
     Predict,
 }
 
@@ -62,7 +62,7 @@ pub enum Op {
         layer: usize,
         samples: Samples,
     },
-    /// The last layer's logits for the samples' next tokens.
+    /// The last layer's logits, of what [`Purpose::Predict`] says.
     Predict {
         layer: usize,
         samples: Samples,

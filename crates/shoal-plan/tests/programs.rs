@@ -15,11 +15,11 @@ fn offer(budget_bytes: u64) -> DeviceOffer {
 
 fn model() -> impl Strategy<Value = DecoderConfig> {
     let tied = any::<bool>();
-    (1usize..4, 1usize..3, tied, any::<bool>()).prop_map(|(layers, kv_heads, tied, gpt2)| {
-        let mut config = if gpt2 {
-            presets::gpt2(50, 16, layers, 4, 12)
-        } else {
-            presets::llama(50, 16, layers, 2 * kv_heads, kv_heads, 24, 12, 1e4, tied)
+    (1usize..4, 1usize..3, tied, 0..3).prop_map(|(layers, kv_heads, tied, kind)| {
+        let mut config = match kind {
+            0 => presets::gpt2(50, 16, layers, 4, 12),
+            1 => presets::bert(50, 16, layers, 4, 24, 12),
+            _ => presets::llama(50, 16, layers, 2 * kv_heads, kv_heads, 24, 12, 1e4, tied),
         };
         config.tied = tied;
         config

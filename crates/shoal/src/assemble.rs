@@ -37,6 +37,9 @@ pub const PROCESS_BYTES: u64 = 20 << 20;
 /// seen from 13 to 30 GiB of training.
 pub const GPU_PROCESS_BYTES: u64 = 560 << 20;
 
+/// Held-out tokens are masked alike in every run, so that held-out losses can be compared.
+const EVAL_MASK_SEED: u64 = 0;
+
 /// The share of the available memory a device gets where the job sets no budget.
 const DEFAULT_SHARE: f64 = 0.9;
 
@@ -219,7 +222,9 @@ pub struct JobData {
 /// Opens a job's data; text is tokenized once, into `cache`.
 pub fn open_data(job: &Job, cache: &Path, progress: Preparing) -> Result<JobData> {
     let tokenizer = Arc::new(Tokenizer::load(&job.tokenizer, &job.base)?);
-    let mut open = |source: &Path| -> Result<Dataset> {
+    // A model that does not predict the next token learns to restore masked ones.
+    let masked = |seed: u64| (!job.config.causal).then_some(seed);
+    let mut open = |source: &Path, masked: Option<u64>| -> Result<Dataset> {
         let spec = DatasetSpec {
             source: source.to_owned(),
             tokenizer: tokenizer.clone(),
@@ -227,11 +232,12 @@ pub fn open_data(job: &Job, cache: &Path, progress: Preparing) -> Result<JobData
             vocabulary: job.config.vocabulary,
             cache: cache.to_owned(),
             text_field: job.text_field.clone(),
+            masked,
         };
         Ok(Dataset::open(&spec, progress)?)
     };
-    let train = open(&job.train_data)?;
-    let eval = job.eval.as_ref().map(|(source, _)| open(source)).transpose()?;
+    let train = open(&job.train_data, masked(job.seed))?;
+    let eval = job.eval.as_ref().map(|(source, _)| open(source, masked(EVAL_MASK_SEED))).transpose()?;
     Ok(JobData { train, eval })
 }
 

@@ -235,7 +235,7 @@ fn a_batch_follows_the_order_across_epochs() {
     let batch = dataset.batch(&order, 3..9).unwrap();
     for (row, position) in (3..9).enumerate() {
         let (mut inputs, mut labels) = ([0; 2], [0; 2]);
-        dataset.read(order.index(position).1, &mut inputs, &mut labels).unwrap();
+        dataset.read(0, order.index(position).1, &mut inputs, &mut labels).unwrap();
         assert_eq!(batch.inputs[2 * row..][..2], inputs);
         assert_eq!(batch.labels[2 * row..][..2], labels);
     }

@@ -3,7 +3,8 @@
 use rayon::prelude::*;
 
 use super::CpuDevice;
-use super::math::{gelu, gelu_both, sigmoid};
+use super::math::{gelu, gelu_both, gelu_erf, gelu_erf_both, sigmoid};
+use crate::device::Gelu;
 use crate::tensor::Tensor;
 
 impl CpuDevice {
@@ -12,7 +13,15 @@ impl CpuDevice {
         elements.div_ceil(self.threads()).next_multiple_of(64).max(64)
     }
 
-    pub(super) fn gelu_forward(&self, x: &Tensor, out: &mut Tensor) {
+    pub(super) fn gelu_forward(&self, kind: Gelu, x: &Tensor, out: &mut Tensor) {
+        match kind {
+            Gelu::Tanh => self.activate(x, out, gelu),
+            Gelu::Erf => self.activate(x, out, gelu_erf),
+        }
+    }
+
+    /// `out = function(x)`; a plain function, so that the loop over it is compiled with it inside.
+    fn activate(&self, x: &Tensor, out: &mut Tensor, function: impl Fn(f32) -> f32 + Sync) {
         assert_eq!(x.len(), out.len());
         let chunk = self.element_chunk(x.len());
         let pieces = out.floats_mut().par_chunks_mut(chunk).zip(x.floats().par_chunks(chunk));
@@ -21,14 +30,27 @@ impl CpuDevice {
                 #[inline(always)]
                 || {
                     for (out, x) in out.iter_mut().zip(x) {
-                        *out = gelu(*x);
+                        *out = function(*x);
                     }
                 },
             );
         });
     }
 
-    pub(super) fn gelu_gradient(&self, x: &mut Tensor, gradient: &mut Tensor) {
+    pub(super) fn gelu_gradient(&self, kind: Gelu, x: &mut Tensor, gradient: &mut Tensor) {
+        match kind {
+            Gelu::Tanh => self.activate_backward(x, gradient, gelu_both),
+            Gelu::Erf => self.activate_backward(x, gradient, gelu_erf_both),
+        }
+    }
+
+    /// `both` gives the function and its derivative.
+    fn activate_backward(
+        &self,
+        x: &mut Tensor,
+        gradient: &mut Tensor,
+        both: impl Fn(f32) -> (f32, f32) + Sync,
+    ) {
         assert_eq!(x.len(), gradient.len());
         let chunk = self.element_chunk(x.len());
         let pieces = x.floats_mut().par_chunks_mut(chunk).zip(gradient.floats_mut().par_chunks_mut(chunk));
@@ -37,7 +59,7 @@ impl CpuDevice {
                 #[inline(always)]
                 || {
                     for (x, gradient) in x.iter_mut().zip(gradient.iter_mut()) {
-                        let (value, slope) = gelu_both(*x);
+                        let (value, slope) = both(*x);
                         *x = value;
                         *gradient *= slope;
                     }
@@ -47,7 +69,15 @@ impl CpuDevice {
     }
 
     /// `gradient *= gelu'(x)`
-    pub(super) fn gelu_slope(&self, x: &Tensor, gradient: &mut Tensor) {
+    pub(super) fn gelu_slope(&self, kind: Gelu, x: &Tensor, gradient: &mut Tensor) {
+        match kind {
+            Gelu::Tanh => self.scale_by(x, gradient, |x| gelu_both(x).1),
+            Gelu::Erf => self.scale_by(x, gradient, |x| gelu_erf_both(x).1),
+        }
+    }
+
+    /// `gradient *= slope(x)`
+    fn scale_by(&self, x: &Tensor, gradient: &mut Tensor, slope: impl Fn(f32) -> f32 + Sync) {
         assert_eq!(x.len(), gradient.len());
         let chunk = self.element_chunk(x.len());
         let pieces = gradient.floats_mut().par_chunks_mut(chunk).zip(x.floats().par_chunks(chunk));
@@ -56,7 +86,7 @@ impl CpuDevice {
                 #[inline(always)]
                 || {
                     for (gradient, x) in gradient.iter_mut().zip(x) {
-                        *gradient *= gelu_both(*x).1;
+                        *gradient *= slope(*x);
                     }
                 },
             );

@@ -1,4 +1,4 @@
-//! Causal attention in tiles: scores exist for a tile of queries and keys at a time, never as a whole.
+//! Attention in tiles: scores exist for a tile of queries and keys at a time, never as a whole.
 //! The forward keeps one number per row and head (the logarithm of the softmax's sum); the backward makes
 //! the scores again from it.
 
@@ -82,15 +82,15 @@ unsafe fn tile_product(
     }
 }
 
-/// Keys of a tile that query `query` may see: those not after it.
+/// How many keys of a tile, from its first on, query `query` sees.
 #[inline(always)]
-fn visible(query: usize, keys: &Range<usize>) -> usize {
-    (query + 1).saturating_sub(keys.start).min(keys.len())
+fn visible(shape: &AttentionShape, query: usize, keys: &Range<usize>) -> usize {
+    shape.keys_seen(query).saturating_sub(keys.start).min(keys.len())
 }
 
-/// The tiles of keys that a tile of queries sees.
-fn key_tiles(queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
-    let end = queries.end;
+/// The tiles of keys that a tile of queries sees: those that its last one does.
+fn key_tiles(shape: &AttentionShape, queries: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+    let end = shape.keys_seen(queries.end - 1);
     (0..end).step_by(KEYS).map(move |start| start..(start + KEYS).min(end))
 }
 
@@ -247,7 +247,7 @@ fn forward_tile(
     let mut highest = [f32::NEG_INFINITY; QUERIES];
     let mut sums = [0.0f32; QUERIES];
     let scores = Rows { start: scratch.as_mut_ptr(), stride: KEYS };
-    for keys in key_tiles(&queries) {
+    for keys in key_tiles(shape, &queries) {
         let cols = keys.len();
         // SAFETY: the tile lies inside this head's rows; scores are this thread's.
         unsafe {
@@ -256,7 +256,7 @@ fn forward_tile(
         }
         for row in 0..rows {
             let query = queries.start + row;
-            let seen = visible(query, &keys);
+            let seen = visible(shape, query, &keys);
             // SAFETY: the tile is this thread's.
             let (line, hidden) = unsafe { scores.row_mut(row, cols) }.split_at_mut(seen);
             hidden.fill(0.0);
@@ -338,7 +338,7 @@ impl Backward<'_> {
         let slopes_tile = Rows { start: slopes.as_mut_ptr(), stride: KEYS };
         let query = self.input.query.at(queries.start, 0);
         let dout = self.dout.at(queries.start, 0);
-        for keys in key_tiles(&queries) {
+        for keys in key_tiles(shape, &queries) {
             let cols = keys.len();
             let (key, value) = (self.input.key.at(keys.start, 0), self.input.value.at(keys.start, 0));
             // SAFETY: tiles inside this head's rows; scores are this thread's.
@@ -355,7 +355,7 @@ impl Backward<'_> {
             }
             for row in 0..rows {
                 let index = queries.start + row;
-                let seen = visible(index, &keys);
+                let seen = visible(shape, index, &keys);
                 // SAFETY: written by the forward and by `prepare`; nobody writes them now.
                 let (lse, delta) = unsafe { (self.lse.row(index, 1)[0], self.delta.row(index, 1)[0]) };
                 // SAFETY: the tiles are this thread's.

@@ -24,6 +24,7 @@ impl SharedTable {
 }
 
 impl CpuDevice {
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn look_up(
         &self,
         tokens: &Tensor,
@@ -31,10 +32,12 @@ impl CpuDevice {
         width: usize,
         table: &Tensor,
         positions: Option<&Tensor>,
+        types: Option<&Tensor>,
         out: &mut Tensor,
     ) {
         let (tokens, table) = (tokens.integers(), table.floats());
         let positions = positions.map(Tensor::floats);
+        let first_type = types.map(|types| &types.floats()[..width]);
         assert_eq!(out.len(), tokens.len() * width);
         let chunk = tokens.len().div_ceil(self.threads()).max(1);
         out.floats_mut().par_chunks_mut(chunk * width).enumerate().for_each(|(index, rows)| {
@@ -52,6 +55,11 @@ impl CpuDevice {
                                 }
                             }
                             None => out.copy_from_slice(from),
+                        }
+                        if let Some(first_type) = first_type {
+                            for (out, value) in out.iter_mut().zip(first_type) {
+                                *out += value;
+                            }
                         }
                     }
                 },

@@ -100,10 +100,13 @@ impl CpuDevice {
 
     /// Column sums: each thread owns some columns and walks all rows, so no partial sums need merging.
     pub(super) fn column_sums(&self, dy: Mat, gradient: &mut Tensor, accumulate: bool) {
-        assert_eq!(gradient.len(), dy.cols);
+        let (gradient, rest) = gradient.floats_mut().split_at_mut(dy.cols);
+        if !accumulate {
+            rest.fill(0.0);
+        }
         let values = &dy.tensor.floats()[dy.offset..];
         let chunk = dy.cols.div_ceil(self.threads()).next_multiple_of(16);
-        gradient.floats_mut().par_chunks_mut(chunk).enumerate().for_each(|(index, sums)| {
+        gradient.par_chunks_mut(chunk).enumerate().for_each(|(index, sums)| {
             let first = index * chunk;
             self.arch.dispatch(
                 #[inline(always)]

@@ -94,7 +94,9 @@ fn cut(total: usize, parts: usize, unit: usize) -> impl Iterator<Item = std::ops
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{AdamW, AttentionShape, Device, Guard, LossMode, Mat, MatMut, NormKind, Updated};
+    use crate::device::{
+        AdamW, AttentionShape, Device, Gelu, Guard, LossMode, Mat, MatMut, NormKind, Updated,
+    };
     use crate::random::fill_normal;
 
     /// The results of the vectorised operations, one after the other.
@@ -116,10 +118,17 @@ mod tests {
         let mut all = Vec::new();
         device.norm(NormKind::Layer, 1e-5, mat, &weight, Some(&bias), &mut statistics, &mut out).unwrap();
         all.extend_from_slice(out.floats());
-        device.gelu(&x, &mut out).unwrap();
+        device.gelu(Gelu::Tanh, &x, &mut out).unwrap();
         all.extend_from_slice(out.floats());
-        let shape =
-            AttentionShape { samples: 2, sequence: 70, heads: 4, kv_heads: 2, head_size: 6, scale: 0.4 };
+        let shape = AttentionShape {
+            samples: 2,
+            sequence: 70,
+            heads: 4,
+            kv_heads: 2,
+            head_size: 6,
+            scale: 0.4,
+            causal: true,
+        };
         let qkv = random(6, shape.rows() * shape.qkv_width());
         let mut attended = random(7, shape.rows() * shape.query_width());
         let mut sums = random(8, shape.rows() * shape.heads);

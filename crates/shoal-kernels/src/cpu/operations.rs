@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::CpuDevice;
 use crate::device::{
-    AdamW, AttentionShape, Device, DropoutSite, Guard, Linear, LossMode, Mat, MatMut, NormKind, Result, Sgd,
-    Sum, Updated,
+    AdamW, AttentionShape, Device, DropoutSite, Gelu, Guard, Linear, LossMode, Mat, MatMut, NormKind, Result,
+    Sgd, Sum, Updated,
 };
 use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
@@ -93,6 +93,7 @@ impl Device for CpuDevice {
 
     fn linear_gelu_input_gradient(
         &self,
+        kind: Gelu,
         dy: Mat,
         weight: Linear,
         before: &Tensor,
@@ -100,7 +101,7 @@ impl Device for CpuDevice {
     ) -> Result {
         let target = MatMut::new(dx, dy.rows, weight.inputs);
         self.linear_input_gradient(dy, weight, target, false)?;
-        self.pool.install(|| self.gelu_slope(before, dx));
+        self.pool.install(|| self.gelu_slope(kind, before, dx));
         Ok(())
     }
 
@@ -164,13 +165,13 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn gelu(&self, x: &Tensor, out: &mut Tensor) -> Result {
-        self.pool.install(|| self.gelu_forward(x, out));
+    fn gelu(&self, kind: Gelu, x: &Tensor, out: &mut Tensor) -> Result {
+        self.pool.install(|| self.gelu_forward(kind, x, out));
         Ok(())
     }
 
-    fn gelu_backward(&self, x: &mut Tensor, gradient: &mut Tensor) -> Result {
-        self.pool.install(|| self.gelu_gradient(x, gradient));
+    fn gelu_backward(&self, kind: Gelu, x: &mut Tensor, gradient: &mut Tensor) -> Result {
+        self.pool.install(|| self.gelu_gradient(kind, x, gradient));
         Ok(())
     }
 
@@ -225,9 +226,10 @@ impl Device for CpuDevice {
         width: usize,
         table: &Tensor,
         positions: Option<&Tensor>,
+        types: Option<&Tensor>,
         out: &mut Tensor,
     ) -> Result {
-        self.pool.install(|| self.look_up(tokens, sequence, width, table, positions, out));
+        self.pool.install(|| self.look_up(tokens, sequence, width, table, positions, types, out));
         Ok(())
     }
 

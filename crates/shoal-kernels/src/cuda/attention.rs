@@ -23,6 +23,7 @@ struct ShapeParameter {
     kv_heads: i64,
     size: i64,
     scale: f32,
+    causal: i32,
 }
 
 // SAFETY: struct Attention.
@@ -37,6 +38,7 @@ impl From<AttentionShape> for ShapeParameter {
             kv_heads: shape.kv_heads as i64,
             size: shape.head_size as i64,
             scale: shape.scale,
+            causal: shape.causal.into(),
         }
     }
 }
@@ -135,18 +137,18 @@ impl CudaDevice {
         assert_eq!(out.len(), shape.rows() * shape.query_width());
         assert_eq!(logsumexp.len(), shape.rows() * shape.heads);
         if let Some(cudnn) = self.cudnn_for(element, &shape, dropout.is_some())
-            && let Some(bytes) = cudnn.forward_workspace(element, &shape, true)?
+            && let Some(bytes) = cudnn.forward_workspace(element, &shape)?
             && bytes <= self.workspace.bytes()
         {
             let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
             let workspace = self.workspace.at(0);
             // SAFETY: the lengths are asserted; calls follow each other on one stream, so they may share the
             // workspace.
-            let run = || unsafe { cudnn.forward(element, &shape, true, qkv, out, logsumexp, workspace) };
+            let run = || unsafe { cudnn.forward(element, &shape, qkv, out, logsumexp, workspace) };
             return self.context.timed(|| "attention by cuDNN".into(), run);
         }
         if self.flash_serves(element, &shape) {
-            return self.flash_forward(true, shape, dropout, qkv, out, logsumexp);
+            return self.flash_forward(shape, dropout, qkv, out, logsumexp);
         }
         self.attend_plainly(shape, dropout, qkv, out, logsumexp)
     }
@@ -197,19 +199,17 @@ impl CudaDevice {
         assert!(scratch.len() >= logsumexp.len());
         if !self.deterministic
             && let Some(cudnn) = self.cudnn_for(element, &shape, dropout.is_some())
-            && let Some(bytes) = cudnn.backward_workspace(element, &shape, true)?
+            && let Some(bytes) = cudnn.backward_workspace(element, &shape)?
             && bytes <= scratch.bytes()
         {
             let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
             let (dy, dx, workspace) = (out_gradient.at(0), qkv_gradient.at(0), scratch.at(0));
             // SAFETY: the lengths are asserted.
-            let run =
-                || unsafe { cudnn.backward(element, &shape, true, qkv, out, logsumexp, dy, dx, workspace) };
+            let run = || unsafe { cudnn.backward(element, &shape, qkv, out, logsumexp, dy, dx, workspace) };
             return self.context.timed(|| "attention backward by cuDNN".into(), run);
         }
         if self.flash_serves(element, &shape) {
             return self.flash_backward(
-                true,
                 shape,
                 dropout,
                 qkv,

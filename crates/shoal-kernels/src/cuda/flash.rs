@@ -41,7 +41,7 @@ unsafe impl Parameter for ShapeParameter {}
 
 impl ShapeParameter {
     /// Rows that all `tensors` hold can be copied 16 bytes at a time where each begins on such a multiple.
-    fn new(causal: bool, shape: &AttentionShape, tensors: &[&Tensor]) -> ShapeParameter {
+    fn new(shape: &AttentionShape, tensors: &[&Tensor]) -> ShapeParameter {
         let whole = |tensor: &&Tensor| (tensor.address() as usize).is_multiple_of(16);
         let vectors = shape.head_size.is_multiple_of(8) && tensors.iter().all(whole);
         ShapeParameter {
@@ -51,7 +51,7 @@ impl ShapeParameter {
             kv_heads: shape.kv_heads as i32,
             size: shape.head_size as i32,
             scale: shape.scale,
-            causal: causal.into(),
+            causal: shape.causal.into(),
             vectors: vectors.into(),
         }
     }
@@ -227,7 +227,6 @@ impl CudaDevice {
 
     pub(super) fn flash_forward(
         &self,
-        causal: bool,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
         qkv: &Tensor,
@@ -238,7 +237,7 @@ impl CudaDevice {
         assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
         assert_eq!(out.len(), shape.rows() * shape.query_width());
         let [(kernel, shared), ..] = find_all(&self.facts, shape.head_size).expect("it serves");
-        let numbers = ShapeParameter::new(causal, &shape, &[qkv, out]);
+        let numbers = ShapeParameter::new(&shape, &[qkv, out]);
         let site = DropoutParameter::from(dropout);
         let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
         let mut parameters =
@@ -253,7 +252,6 @@ impl CudaDevice {
     #[allow(clippy::too_many_arguments)]
     pub(super) fn flash_backward(
         &self,
-        causal: bool,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
         qkv: &Tensor,
@@ -269,7 +267,7 @@ impl CudaDevice {
         assert_eq!((out.len(), out_gradient.len()), (shape.rows() * shape.query_width(), out.len()));
         let [_, (query, query_shared), (key_value, key_value_shared)] =
             find_all(&self.facts, shape.head_size).expect("it serves");
-        let numbers = ShapeParameter::new(causal, &shape, &tensors);
+        let numbers = ShapeParameter::new(&shape, &tensors);
         let site = DropoutParameter::from(dropout);
         let units = shape.rows() * shape.heads;
         let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
@@ -360,7 +358,6 @@ mod tests {
     /// One shape with its inputs.
     struct Case {
         element: Element,
-        causal: bool,
         shape: AttentionShape,
         site: Option<DropoutSite>,
         qkv: Vec<u16>,
@@ -381,6 +378,7 @@ mod tests {
                 kv_heads,
                 head_size,
                 scale: [0.5f32, 1.0, 2.0][(number("sharpness") % 3) as usize] / (head_size as f32).sqrt(),
+                causal: number("causal") % 4 > 0,
             };
             let site = (number("dropout") & 1 == 1).then(|| DropoutSite {
                 rate: 0.2,
@@ -389,7 +387,6 @@ mod tests {
             });
             Case {
                 element,
-                causal: number("causal") % 4 > 0,
                 shape,
                 site,
                 qkv: halves(element, number("qkv"), shape.rows() * shape.qkv_width()),
@@ -399,7 +396,7 @@ mod tests {
 
         /// Output, gradient and logarithms of sums from the GPU.
         fn run(&self, gpu: &CudaDevice) -> (Vec<u16>, Vec<u16>, Vec<f32>) {
-            let (element, causal, shape, site) = (self.element, self.causal, self.shape, self.site);
+            let (element, shape, site) = (self.element, self.shape, self.site);
             assert!(gpu.flash_serves(element, &shape));
             let qkv = upload(gpu, element, &self.qkv);
             let out_gradient = upload(gpu, element, &self.out_gradient);
@@ -407,26 +404,17 @@ mod tests {
             let mut gradient = unwritten(gpu, element, qkv.len());
             let mut logsumexp = unwritten_numbers(gpu, shape.rows() * shape.heads);
             let mut delta = unwritten_numbers(gpu, logsumexp.len());
-            gpu.flash_forward(causal, shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
-            gpu.flash_backward(
-                causal,
-                shape,
-                site,
-                &qkv,
-                &out,
-                &logsumexp,
-                &out_gradient,
-                &mut delta,
-                &mut gradient,
-            )
-            .unwrap();
+            gpu.flash_forward(shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
+            gpu.flash_backward(shape, site, &qkv, &out, &logsumexp, &out_gradient, &mut delta, &mut gradient)
+                .unwrap();
             let numbers = gpu.host_floats(&logsumexp).unwrap().into_owned();
             (download(gpu, &out), download(gpu, &gradient), numbers)
         }
 
         /// The same in f64, by the definition.
         fn reference(&self) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
-            let AttentionShape { samples, sequence, heads, kv_heads, head_size: size, scale } = self.shape;
+            let AttentionShape { samples, sequence, heads, kv_heads, head_size: size, scale, .. } =
+                self.shape;
             let (width, out_width, scale) =
                 (self.shape.qkv_width(), self.shape.query_width(), f64::from(scale));
             let values = |bits: &[u16]| -> Vec<f64> {
@@ -454,7 +442,7 @@ mod tests {
                 let out_start = (sample * sequence + query) * out_width + head * size;
                 let out_at = out_start..out_start + size;
                 let slopes_out = &out_gradient[out_at.clone()];
-                let keys = if self.causal { query + 1 } else { sequence };
+                let keys = self.shape.keys_seen(query);
                 let scores: Vec<f64> =
                     (0..keys).map(|key| scale * dot(&qkv[query_at.clone()], &qkv[key_at(key)])).collect();
                 let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -489,7 +477,7 @@ mod tests {
 
         fn name(&self) -> String {
             let AttentionShape { samples, sequence, heads, kv_heads, head_size, .. } = self.shape;
-            let causal = if self.causal { "causal" } else { "full" };
+            let causal = if self.shape.causal { "causal" } else { "full" };
             let dropout = if self.site.is_some() { "dropout" } else { "all kept" };
             format!(
                 "{:?} {samples} x {heads}/{kv_heads} x {sequence} x {head_size} {causal}, {dropout}",
@@ -553,7 +541,7 @@ mod tests {
     fn the_definition_agrees_with_the_cpu() {
         let cpu = CpuDevice::new("cpu", 2, 1 << 30).unwrap();
         for seed in 0..12 {
-            let case = Case { causal: true, ..Case::random(fold(key_of("cpu"), seed), Element::F16) };
+            let case = Case::random(fold(key_of("cpu"), seed), Element::F16);
             let (shape, site) = (case.shape, case.site);
             let tensor = |bits: &[u16]| {
                 let values: Vec<f32> =
@@ -599,8 +587,15 @@ mod tests {
 
     /// The elements this GPU has instructions for.
     fn served(gpu: &CudaDevice) -> Vec<Element> {
-        let shape =
-            AttentionShape { samples: 1, sequence: 1, heads: 1, kv_heads: 1, head_size: 64, scale: 1.0 };
+        let shape = AttentionShape {
+            samples: 1,
+            sequence: 1,
+            heads: 1,
+            kv_heads: 1,
+            head_size: 64,
+            scale: 1.0,
+            causal: true,
+        };
         [Element::Bf16, Element::F16]
             .into_iter()
             .filter(|element| gpu.flash_serves(*element, &shape))
@@ -692,7 +687,7 @@ mod tests {
             (32, 12, 12, 1024, 64, 0.1),
         ] {
             let scale = (head_size as f32).powf(-0.5);
-            let shape = AttentionShape { samples, sequence, heads, kv_heads, head_size, scale };
+            let shape = AttentionShape { samples, sequence, heads, kv_heads, head_size, scale, causal: true };
             if !gpu.flash_serves(element, &shape) {
                 eprintln!("skipped: {element:?} is not served here");
                 return;
@@ -705,11 +700,10 @@ mod tests {
             let mut logsumexp = unwritten_numbers(gpu, shape.rows() * heads);
             let mut delta = unwritten_numbers(gpu, logsumexp.len());
             let forward = measure(gpu, || {
-                gpu.flash_forward(true, shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
+                gpu.flash_forward(shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
             });
             let backward = measure(gpu, || {
                 gpu.flash_backward(
-                    true,
                     shape,
                     site,
                     &qkv,

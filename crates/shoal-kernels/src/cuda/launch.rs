@@ -314,7 +314,7 @@ impl Drop for Kernels {
 /// Starts a kernel of a `CudaDevice`: `launch!(device, "name", grid, parameters...)`, or
 /// `launch!(device, "name" of element, grid, parameters...)` where there is one for each kind of element.
 macro_rules! launch {
-    ($device:expr, $name:literal of $element:expr, $grid:expr, $($value:expr),+ $(,)?) => {
+    ($device:expr, $name:tt of $element:expr, $grid:expr, $($value:expr),+ $(,)?) => {
         $device.kernels.launch_of(
             $name,
             $element,

@@ -3,7 +3,7 @@
 use super::CudaDevice;
 use super::launch::{at_or_null, launch};
 use super::matrix::{Epilogue, Factor, Output, Product};
-use crate::device::{Device, DeviceError, Linear, Mat, MatMut, Result};
+use crate::device::{Device, DeviceError, Gelu, Linear, Mat, MatMut, Result};
 use crate::tensor::{Element, Tensor};
 
 fn factor(mat: Mat) -> Factor {
@@ -123,6 +123,7 @@ impl CudaDevice {
     /// A product and the GELU of it, in one pass where the library has that.
     pub(super) fn linear_then_gelu(
         &self,
+        kind: Gelu,
         x: Mat,
         weight: Linear,
         bias: Option<&Tensor>,
@@ -133,7 +134,7 @@ impl CudaDevice {
         assert_eq!((before.len(), out.len()), (shape.0 * shape.1, shape.0 * shape.1));
         assert_eq!((before.element(), x.cols), (element, weight.inputs));
         assert!(bias.is_none_or(|bias| bias.len() >= shape.1 && bias.element() == element));
-        if self.fuses_gelu(element) {
+        if self.fuses_gelu(kind, element) {
             let bias = bias.map(|bias| bias.at(0));
             let epilogue = Epilogue::Gelu { bias, before: before.at(0), before_stride: shape.1 };
             let to = Output { at: out.at(0), element, stride: shape.1 };
@@ -154,12 +155,13 @@ impl CudaDevice {
             }
         }
         self.linear_forward(x, weight, bias, None, MatMut::new(before, shape.0, shape.1))?;
-        self.gelu(before, out)
+        self.gelu(kind, before, out)
     }
 
     /// The gradient of a product's input and through the GELU that made it.
     pub(super) fn gelu_then_linear_dx(
         &self,
+        kind: Gelu,
         dy: Mat,
         weight: Linear,
         before: &Tensor,
@@ -168,7 +170,7 @@ impl CudaDevice {
         let (shape, element) = ((dy.rows, weight.inputs, dy.cols), dx.element());
         assert_eq!((before.len(), dx.len()), (shape.0 * shape.1, shape.0 * shape.1));
         assert_eq!((before.element(), dy.cols), (element, weight.outputs));
-        if self.fuses_gelu(element) {
+        if self.fuses_gelu(kind, element) {
             let epilogue =
                 Epilogue::GeluBackward { before: before.at(0), before_stride: shape.1, bias_gradient: None };
             let to = Output { at: dx.at(0), element, stride: shape.1 };
@@ -189,13 +191,13 @@ impl CudaDevice {
             }
         }
         self.linear_dx(dy, weight, MatMut::new(dx, shape.0, shape.1), false)?;
-        self.gelu_slope(before, dx)
+        self.gelu_slope(kind, before, dx)
     }
 
     /// Fused GELU pays on GPUs from Hopper on; before, it slows the product more than a pass costs. In fp32
-    /// our own kernel is closer to the exact function.
-    fn fuses_gelu(&self, element: Element) -> bool {
-        element != Element::F32 && self.facts.capability >= (9, 0)
+    /// our own kernel is closer to the exact function. The library has the tanh approximation alone.
+    fn fuses_gelu(&self, kind: Gelu, element: Element) -> bool {
+        kind == Gelu::Tanh && element != Element::F32 && self.facts.capability >= (9, 0)
     }
 
     pub(super) fn linear_dx(&self, dy: Mat, weight: Linear, dx: MatMut, accumulate: bool) -> Result {

@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError};
 use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, launch, piece};
 use super::{CudaDevice, element_of};
 use crate::device::{
-    AdamW, AttentionShape, Device, DropoutSite, Guard, Linear, LossMode, Mat, MatMut, NormKind, Result,
+    AdamW, AttentionShape, Device, DropoutSite, Gelu, Guard, Linear, LossMode, Mat, MatMut, NormKind, Result,
     SCALAR_ELEMENTS, Sgd, Span, Sum, Updated,
 };
 use crate::memory::Arena;
@@ -48,12 +48,16 @@ impl CudaDevice {
     }
 
     /// `gradient *= gelu'(x)`
-    pub(super) fn gelu_slope(&self, x: &Tensor, gradient: &mut Tensor) -> Result {
+    pub(super) fn gelu_slope(&self, kind: Gelu, x: &Tensor, gradient: &mut Tensor) -> Result {
         let (count, element) = (x.len(), element_of(&[x, gradient]));
         assert_eq!(gradient.len(), count);
         let grid = Grid::walk(count, element);
+        let name = match kind {
+            Gelu::Tanh => "gelu_slope",
+            Gelu::Erf => "gelu_erf_slope",
+        };
         // SAFETY: the lengths agree.
-        unsafe { launch!(self, "gelu_slope" of element, grid, x.at(0), gradient.at(0), count) }
+        unsafe { launch!(self, name of element, grid, x.at(0), gradient.at(0), count) }
     }
 }
 
@@ -172,23 +176,25 @@ impl Device for CudaDevice {
 
     fn linear_gelu_input_gradient(
         &self,
+        kind: Gelu,
         dy: Mat,
         weight: Linear,
         before: &Tensor,
         dx: &mut Tensor,
     ) -> Result {
-        self.gelu_then_linear_dx(dy, weight, before, dx)
+        self.gelu_then_linear_dx(kind, dy, weight, before, dx)
     }
 
     fn linear_gelu(
         &self,
+        kind: Gelu,
         x: Mat,
         weight: Linear,
         bias: Option<&Tensor>,
         before: &mut Tensor,
         out: &mut Tensor,
     ) -> Result {
-        self.linear_then_gelu(x, weight, bias, before, out)
+        self.linear_then_gelu(kind, x, weight, bias, before, out)
     }
 
     fn linear_input_gradient(&self, dy: Mat, weight: Linear, dx: MatMut, accumulate: bool) -> Result {
@@ -250,20 +256,28 @@ impl Device for CudaDevice {
         )
     }
 
-    fn gelu(&self, x: &Tensor, out: &mut Tensor) -> Result {
+    fn gelu(&self, kind: Gelu, x: &Tensor, out: &mut Tensor) -> Result {
         let (count, element) = (x.len(), element_of(&[x, out]));
         assert_eq!(out.len(), count);
         let grid = Grid::walk(count, element);
+        let name = match kind {
+            Gelu::Tanh => "gelu",
+            Gelu::Erf => "gelu_erf",
+        };
         // SAFETY: the lengths agree; likewise below.
-        unsafe { launch!(self, "gelu" of element, grid, x.at(0), out.at(0), count) }
+        unsafe { launch!(self, name of element, grid, x.at(0), out.at(0), count) }
     }
 
-    fn gelu_backward(&self, x: &mut Tensor, gradient: &mut Tensor) -> Result {
+    fn gelu_backward(&self, kind: Gelu, x: &mut Tensor, gradient: &mut Tensor) -> Result {
         let (count, element) = (x.len(), element_of(&[x, gradient]));
         assert_eq!(gradient.len(), count);
         let grid = Grid::walk(count, element);
+        let name = match kind {
+            Gelu::Tanh => "gelu_backward",
+            Gelu::Erf => "gelu_erf_backward",
+        };
         // SAFETY: as above.
-        unsafe { launch!(self, "gelu_backward" of element, grid, x.at(0), gradient.at(0), count) }
+        unsafe { launch!(self, name of element, grid, x.at(0), gradient.at(0), count) }
     }
 
     fn swiglu(&self, gate: &Tensor, up: &Tensor, out: &mut Tensor) -> Result {
@@ -336,13 +350,15 @@ impl Device for CudaDevice {
         width: usize,
         table: &Tensor,
         positions: Option<&Tensor>,
+        types: Option<&Tensor>,
         out: &mut Tensor,
     ) -> Result {
         let (count, rows, element) = (tokens.len(), table.len() / width, element_of(&[table, out]));
         assert_eq!((out.len(), tokens.element()), (count * width, Element::F32));
         assert!(positions.is_none_or(|positions| positions.len() >= sequence.min(count) * width));
-        assert!(positions.is_none_or(|positions| positions.element() == element));
-        let (grid, positions) = (Grid::warps(count), at_or_null(positions));
+        assert!(types.is_none_or(|types| types.len() >= width));
+        assert!([positions, types].into_iter().flatten().all(|added| added.element() == element));
+        let (grid, positions, types) = (Grid::warps(count), at_or_null(positions), at_or_null(types));
         let (tokens, table, out) = (tokens.at(0), table.at(0), out.at(0));
         // SAFETY: lengths are asserted; the kernel checks each token against the table's rows.
         unsafe {
@@ -357,6 +373,7 @@ impl Device for CudaDevice {
                 table,
                 rows,
                 positions,
+                types,
                 out
             )
         }

@@ -99,7 +99,11 @@ impl HeldRows {
 
 impl CudaDevice {
     pub(super) fn column_sums(&self, dy: Mat, gradient: &mut Tensor, accumulate: bool) -> Result {
-        assert_eq!((gradient.len(), gradient.element()), (dy.cols, Element::F32));
+        assert!(gradient.len() >= dy.cols && gradient.element() == Element::F32);
+        if !accumulate {
+            // SAFETY: what follows the sums in the tensor.
+            unsafe { self.context.clear(gradient.at(dy.cols).0, gradient.len() - dy.cols) }?;
+        }
         let element = dy.tensor.element();
         let strips = dy.cols.div_ceil(STRIP * piece(element));
         let most = (COLUMN_BLOCKS / strips.max(1)).max(1);

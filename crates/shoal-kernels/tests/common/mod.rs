@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use proptest::test_runner::FileFailurePersistence;
 use shoal_kernels::random::{fill_normal, fold, key_of};
-use shoal_kernels::{Arena, AttentionShape, CpuDevice, Device, Mat, MatMut, Tensor};
+use shoal_kernels::{Arena, AttentionShape, CpuDevice, Device, Gelu, Mat, MatMut, Tensor};
 
 /// Enough for the largest case here; the poison makes each byte taken cost a write, not each byte allowed.
 const BUDGET_BYTES: u64 = 256 << 20;
@@ -58,11 +58,17 @@ prop_compose! {
         group in 1usize..=3,
         head_size in prop::sample::select(head_sizes),
         sharpness in prop::sample::select(vec![0.5f32, 1.0, 3.0]),
+        causal: bool,
     ) -> AttentionShape {
         let (kv_heads, group) = if sequence > 65 { (1, group.min(2)) } else { (kv_heads, group) };
         let scale = sharpness / (head_size as f32).sqrt();
-        AttentionShape { samples, sequence, heads: kv_heads * group, kv_heads, head_size, scale }
+        AttentionShape { samples, sequence, heads: kv_heads * group, kv_heads, head_size, scale, causal }
     }
+}
+
+/// Both functions called GELU.
+pub fn gelus() -> impl Strategy<Value = Gelu> {
+    prop::sample::select(vec![Gelu::Tanh, Gelu::Erf])
 }
 
 /// Cosines, then sines, of a row's pairs, for `positions` rows: the table that `rotary` takes.

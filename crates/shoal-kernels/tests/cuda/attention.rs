@@ -1,4 +1,4 @@
-//! Causal attention and its gradients: heads up to 256, grouped queries, sequences on both sides of the
+//! Attention and its gradients: causal and not, heads up to 256, grouped queries, sequences on both sides of the
 //! tiles, with dropout and without; elements of two bytes take other kernels than f32.
 
 use shoal_kernels::{AttentionShape, DropoutSite};
@@ -14,7 +14,8 @@ fn shape(case: Case) -> AttentionShape {
     );
     let head_size = case.pick("head_size", &[1, 3, 8, 17, 32, 64, 65, 80, 96, 128, 129, 200, 256]);
     let scale = case.pick("sharpness", &[0.5f32, 1.0, 3.0]) / (head_size as f32).sqrt();
-    AttentionShape { samples, sequence, heads: kv_heads * group, kv_heads, head_size, scale }
+    let causal = case.yes("causal");
+    AttentionShape { samples, sequence, heads: kv_heads * group, kv_heads, head_size, scale, causal }
 }
 
 #[test]

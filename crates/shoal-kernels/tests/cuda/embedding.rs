@@ -7,7 +7,7 @@ use crate::{
     read, scalar, tensor, unwritten,
 };
 
-/// At most one addition per element: the bits are those of the CPU.
+/// The additions of an element have one order: the bits are those of the CPU.
 #[test]
 fn look_ups_have_the_same_bits() {
     compare_elements("embed", 0.0, |device, case| {
@@ -19,8 +19,9 @@ fn look_ups_have_the_same_bits() {
         let positions = case
             .yes("positions")
             .then(|| active(device, case, &case.normal("places", (sequence + 2) * width)));
+        let types = case.yes("types").then(|| active(device, case, &case.normal("types", 2 * width)));
         let mut out = active_unwritten(device, case, rows * width);
-        device.embed(&tokens, sequence, width, &table, positions.as_ref(), &mut out).unwrap();
+        device.embed(&tokens, sequence, width, &table, positions.as_ref(), types.as_ref(), &mut out).unwrap();
         vec![read(device, &out)]
     });
 }
@@ -98,7 +99,7 @@ fn tokens_outside_of_the_table() {
     let held = integers(gpu, &tokens);
     let table = tensor(gpu, &vec![1.0; rows * width]);
     let mut out = unwritten(gpu, tokens.len() * width);
-    gpu.embed(&held, tokens.len(), width, &table, None, &mut out).unwrap();
+    gpu.embed(&held, tokens.len(), width, &table, None, None, &mut out).unwrap();
     for (row, outside) in read(gpu, &out).values.chunks_exact(width).zip(&outside) {
         assert!(row.iter().all(|value| value.is_nan() == *outside));
     }

@@ -1,6 +1,6 @@
 //! Linear layers and their gradients, in both layouts of the weight and on strided matrices.
 
-use shoal_kernels::Linear;
+use shoal_kernels::{Gelu, Linear};
 
 use crate::{
     Case, SUM_TOLERANCE, Strided, TOLERANCE, active, active_unwritten, before, compare_elements, read,
@@ -43,6 +43,7 @@ fn linear() {
 #[test]
 fn linear_gelu() {
     compare_elements("linear_gelu", TOLERANCE, |device, case| {
+        let kind = case.pick("kind", &[Gelu::Tanh, Gelu::Erf]);
         let Shape { rows, inputs, outputs, in_out, .. } = shape(case);
         let x = Strided::new(device, case, "x", rows, inputs, Some(&case.normal("x", rows * inputs)));
         let weight = active(device, case, &case.normal("weight", inputs * outputs));
@@ -50,7 +51,7 @@ fn linear_gelu() {
         let linear = Linear { weight: &weight, inputs, outputs, in_out };
         let mut before = active_unwritten(device, case, rows * outputs);
         let mut out = active_unwritten(device, case, rows * outputs);
-        device.linear_gelu(x.mat(), linear, bias.as_ref(), &mut before, &mut out).unwrap();
+        device.linear_gelu(kind, x.mat(), linear, bias.as_ref(), &mut before, &mut out).unwrap();
         vec![read(device, &before), read(device, &out)]
     });
 }
@@ -58,13 +59,14 @@ fn linear_gelu() {
 #[test]
 fn linear_gelu_input_gradient() {
     compare_elements("linear_gelu_input_gradient", TOLERANCE, |device, case| {
+        let kind = case.pick("kind", &[Gelu::Tanh, Gelu::Erf]);
         let Shape { rows, inputs, outputs, in_out, .. } = shape(case);
         let dy = Strided::new(device, case, "dy", rows, outputs, Some(&case.normal("dy", rows * outputs)));
         let weight = active(device, case, &case.normal("weight", inputs * outputs));
         let before = active(device, case, &case.normal("before", rows * inputs));
         let linear = Linear { weight: &weight, inputs, outputs, in_out };
         let mut dx = active_unwritten(device, case, rows * inputs);
-        device.linear_gelu_input_gradient(dy.mat(), linear, &before, &mut dx).unwrap();
+        device.linear_gelu_input_gradient(kind, dy.mat(), linear, &before, &mut dx).unwrap();
         vec![read(device, &dx)]
     });
 }

@@ -1,6 +1,6 @@
 //! Activations, rotary positions, dropout, conversions and scalars.
 
-use shoal_kernels::{AttentionShape, Device, DropoutSite, Element, Tensor};
+use shoal_kernels::{AttentionShape, Device, DropoutSite, Element, Gelu, Tensor};
 
 use crate::{
     Case, TOLERANCE, active, active_unwritten, compare_elements, gpu, read, scalar, tensor, tensor_of,
@@ -64,12 +64,13 @@ fn elements_hold_what_the_host_says() {
 #[test]
 fn gelu() {
     compare_elements("gelu", TOLERANCE, |device, case| {
+        let kind = case.pick("kind", &[Gelu::Tanh, Gelu::Erf]);
         let values: Vec<f32> = case.normal("x", count(case)).iter().map(|x| 3.0 * x).collect();
         let mut x = active(device, case, &values);
         let mut out = active_unwritten(device, case, values.len());
-        device.gelu(&x, &mut out).unwrap();
+        device.gelu(kind, &x, &mut out).unwrap();
         let mut gradient = active(device, case, &case.normal("gradient", values.len()));
-        device.gelu_backward(&mut x, &mut gradient).unwrap();
+        device.gelu_backward(kind, &mut x, &mut gradient).unwrap();
         vec![read(device, &out), read(device, &x), read(device, &gradient)]
     });
 }
@@ -99,6 +100,7 @@ fn rotary() {
             kv_heads,
             head_size: case.pick("size", &[2, 6, 8, 16, 34, 64, 128]),
             scale: 1.0,
+            causal: true,
         };
         let table = tensor(device, &case.normal("table", (shape.sequence + 3) * shape.head_size));
         let mut qkv = active(device, case, &case.normal("qkv", shape.rows() * shape.qkv_width()));

@@ -6,7 +6,7 @@ use std::time::Instant;
 use shoal_kernels::device::SCALAR_ELEMENTS;
 use shoal_kernels::random::fold;
 use shoal_kernels::{
-    AdamW, AttentionShape, CudaDevice, Device, Element, Guard, Linear, LossMode, Mat, MatMut, NormKind,
+    AdamW, AttentionShape, CudaDevice, Device, Element, Gelu, Guard, Linear, LossMode, Mat, MatMut, NormKind,
     Tensor, Updated,
 };
 
@@ -107,9 +107,9 @@ fn bias_gradients(device: &CudaDevice) {
 fn activations(device: &CudaDevice) {
     let count = ROWS * HIDDEN;
     let [mut a, mut b, mut c] = [0, 1, 2].map(|_| half(device, count));
-    report(device, "gelu 32768 x 3072", 2 * 2 * count, || device.gelu(&a, &mut b).unwrap());
+    report(device, "gelu 32768 x 3072", 2 * 2 * count, || device.gelu(Gelu::Tanh, &a, &mut b).unwrap());
     report(device, "gelu_backward 32768 x 3072", 4 * 2 * count, || {
-        device.gelu_backward(&mut a, &mut b).unwrap();
+        device.gelu_backward(Gelu::Tanh, &mut a, &mut b).unwrap();
     });
     report(device, "swiglu 32768 x 3072", 3 * 2 * count, || device.swiglu(&a, &b, &mut c).unwrap());
     report(device, "swiglu_backward 32768 x 3072", 6 * 2 * count, || {
@@ -128,7 +128,7 @@ fn embedding(device: &CudaDevice) {
     let (table, positions) = (half(device, VOCABULARY * WIDTH), half(device, 1024 * WIDTH));
     let mut out = half(device, ROWS * WIDTH);
     report(device, "embed 32768 of 50257 x 768", 2 * 2 * ROWS * WIDTH, || {
-        device.embed(&tokens, 1024, WIDTH, &table, Some(&positions), &mut out).unwrap();
+        device.embed(&tokens, 1024, WIDTH, &table, Some(&positions), None, &mut out).unwrap();
     });
     let mut gradient = float(device, VOCABULARY * WIDTH);
     for accumulate in [true, false] {
@@ -205,8 +205,15 @@ fn updates(device: &CudaDevice) {
 }
 
 fn rotary(device: &CudaDevice) {
-    let shape =
-        AttentionShape { samples: 8, sequence: 1024, heads: 32, kv_heads: 8, head_size: 64, scale: 1.0 };
+    let shape = AttentionShape {
+        samples: 8,
+        sequence: 1024,
+        heads: 32,
+        kv_heads: 8,
+        head_size: 64,
+        scale: 1.0,
+        causal: true,
+    };
     let table = float(device, shape.sequence * shape.head_size);
     let mut qkv = half(device, shape.rows() * shape.qkv_width());
     let turned = shape.rows() * (shape.heads + shape.kv_heads) * shape.head_size;
@@ -227,7 +234,7 @@ fn slope(device: &CudaDevice) {
         device.linear_input_gradient(dy, linear, MatMut::new(&mut dx, ROWS, HIDDEN), false).unwrap();
     });
     let both = report(device, "linear_gelu_input_gradient, the same", 2 * bytes, || {
-        device.linear_gelu_input_gradient(dy, linear, &before, &mut dx).unwrap();
+        device.linear_gelu_input_gradient(Gelu::Tanh, dy, linear, &before, &mut dx).unwrap();
     });
     eprintln!("{:<44} {:>9.1} us", "gelu_slope, the difference", 1e6 * (both - alone));
 }

@@ -1,4 +1,4 @@
-//! Causal attention, grouped and not, with dropout and without, against the whole matrix of scores.
+//! Attention, causal and not, grouped and not, with dropout and without, against the whole matrix of scores.
 //!
 //! The oracle needs the dropout's mask, and takes it from the device itself: with all scores equal and
 //! values that pick out one key per column, the output is the mask. So the tests know of the mask only what
@@ -19,8 +19,8 @@ fn site(seed: u64, rate: f32, first_sample: u64) -> DropoutSite {
     DropoutSite { rate, key: seed ^ 0x5eed, first_sample }
 }
 
-/// What each weight is multiplied by: `[samples, heads, sequence, sequence]`, zero where the key comes after
-/// the query.
+/// What each weight is multiplied by: `[samples, heads, sequence, sequence]`, zero where the query does
+/// not see the key.
 fn mask(device: &impl Device, shape: AttentionShape, site: DropoutSite) -> Vec<f32> {
     let picked = 64;
     let probe = AttentionShape { kv_heads: 1, head_size: picked, ..shape };
@@ -42,9 +42,9 @@ fn mask(device: &impl Device, shape: AttentionShape, site: DropoutSite) -> Vec<f
                 for query in 0..sequence {
                     let row = (sample * sequence + query) * probe.query_width() + head * picked;
                     let line = ((sample * shape.heads + head) * sequence + query) * sequence;
-                    for key in first..(first + picked).min(query + 1) {
-                        // Each of the query's `query + 1` equal weights is one part of the whole.
-                        mask[line + key] = out.floats()[row + key - first] * (query + 1) as f32;
+                    for key in first..(first + picked).min(shape.keys_seen(query)) {
+                        // Each of the query's equal weights is one part of the whole.
+                        mask[line + key] = out.floats()[row + key - first] * shape.keys_seen(query) as f32;
                     }
                 }
             }
@@ -91,7 +91,7 @@ impl Head<'_> {
             let terms = (0..self.shape.head_size).map(|e| self.at(0, query, e) * self.at(1, key, e));
             terms.sum::<Number>() * f64::from(self.shape.scale)
         };
-        let scores: Vec<Number> = (0..=query).map(score).collect();
+        let scores: Vec<Number> = (0..self.shape.keys_seen(query)).map(score).collect();
         let highest = number(scores.iter().map(|score| score.value).fold(f64::NEG_INFINITY, f64::max));
         let powers: Vec<Number> = scores.iter().map(|score| (*score - highest).exp()).collect();
         let sum: Number = powers.iter().copied().sum();
@@ -119,7 +119,7 @@ impl Head<'_> {
                 let terms = (0..size).map(|e| dout[self.out_place(query, e)] * self.at(2, key, e));
                 terms.sum::<Number>() * self.factor(query, key).value
             };
-            let slopes: Vec<Number> = (0..=query).map(slope).collect();
+            let slopes: Vec<Number> = (0..self.shape.keys_seen(query)).map(slope).collect();
             let average: Number = weights.iter().zip(&slopes).map(|(p, slope)| *p * *slope).sum();
             for (key, (p, slope)) in weights.iter().zip(&slopes).enumerate() {
                 let score_gradient = *p * (*slope - average) * scale;
@@ -207,7 +207,7 @@ proptest! {
     fn attention_bears_large_scores(size in 50f32..2000.0, sequence in 1usize..80, seed: u64) {
         let device = device(1);
         let shape =
-            AttentionShape { samples: 1, sequence, heads: 1, kv_heads: 1, head_size: 4, scale: 1.0 };
+            AttentionShape { samples: 1, sequence, heads: 1, kv_heads: 1, head_size: 4, scale: 1.0, causal: true };
         let mut qkv = normal(seed, "qkv", shape.rows() * shape.qkv_width());
         // One common part in queries and keys adds `±size` to every score.
         let sign = if seed.is_multiple_of(2) { 1.0 } else { -1.0 };
@@ -234,9 +234,11 @@ proptest! {
         sequence in prop::sample::select(vec![17usize, 63, 65]),
         first_sample in 0u64..1000,
         threads in 1usize..=3,
+        causal: bool,
         seed: u64,
     ) {
-        let whole = AttentionShape { samples: 4, sequence, heads, kv_heads: 1, head_size: 1, scale: 1.0 };
+        let whole =
+            AttentionShape { samples: 4, sequence, heads, kv_heads: 1, head_size: 1, scale: 1.0, causal };
         let half = AttentionShape { samples: 2, ..whole };
         let (one, other) = (device(threads), device(1));
         let all = mask(&one, whole, site(seed, rate, first_sample));
@@ -244,7 +246,7 @@ proptest! {
         parts.extend(mask(&other, half, site(seed, rate, first_sample + 2)));
         let kept = |mask: &[f32]| -> Vec<bool> { mask.iter().map(|factor| *factor != 0.0).collect() };
         prop_assert_eq!(kept(&all), kept(&parts));
-        let seen = |row: &[f32], query: usize| row[..=query].to_vec();
+        let seen = |row: &[f32], query: usize| row[..whole.keys_seen(query)].to_vec();
         let rows: Vec<Vec<f32>> =
             all.chunks_exact(sequence).enumerate().map(|(row, mask)| seen(mask, row % sequence)).collect();
         assert_fair(&rows, &[1, sequence, heads * sequence], rate);

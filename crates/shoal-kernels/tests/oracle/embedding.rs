@@ -51,19 +51,23 @@ impl Case {
 proptest! {
     #![proptest_config(config(CASES))]
 
-    /// One addition per element: the bits are known.
+    /// The additions of an element have one order: the bits are known.
     #[test]
-    fn embed(case in case(), with_positions: bool) {
+    fn embed(case in case(), with_positions: bool, with_types: bool) {
         let Case { sequence, width, seed, .. } = case;
         let table = normal(seed, "table", case.vocabulary * width);
         let positions =
             with_positions.then(|| normal(seed, "positions", (sequence + case.spare_positions) * width));
+        let types = with_types.then(|| normal(seed, "types", 2 * width));
         let device = device(case.threads);
         let out = twice(|| {
             let (tokens, table) = (integers(&device, &case.tokens()), tensor(&device, &table));
             let positions = positions.as_ref().map(|positions| tensor(&device, positions));
+            let types = types.as_ref().map(|types| tensor(&device, types));
             let mut out = unwritten(&device, case.rows() * width);
-            device.embed(&tokens, sequence, width, &table, positions.as_ref(), &mut out).unwrap();
+            device
+                .embed(&tokens, sequence, width, &table, positions.as_ref(), types.as_ref(), &mut out)
+                .unwrap();
             vec![out.floats().to_vec()]
         });
         let mut expected = Vec::new();
@@ -71,7 +75,8 @@ proptest! {
             for col in 0..width {
                 let place = positions.as_ref().map(|all| all[row % sequence * width + col]);
                 let value = table[token as usize * width + col];
-                expected.push(place.map_or(value, |place| value + place));
+                let placed = place.map_or(value, |place| value + place);
+                expected.push(types.as_ref().map_or(placed, |types| placed + types[col]));
             }
         }
         prop_assert!(same_bits(&out[0], &expected));

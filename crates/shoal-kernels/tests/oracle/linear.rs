@@ -3,7 +3,9 @@
 use proptest::prelude::*;
 use shoal_kernels::{Device, Linear, MatMut};
 
-use crate::common::{Margin, Matrix, NO_MARGIN, config, device, margin, normal, side, tensor, unwritten};
+use crate::common::{
+    Margin, Matrix, NO_MARGIN, config, device, gelus, margin, normal, side, tensor, unwritten,
+};
 use crate::number::{Number, numbers};
 use crate::{CASES, assert_close, same_bits, twice};
 
@@ -106,7 +108,7 @@ proptest! {
     /// A projection and the activation behind it, and the way back through an activation before one: each is
     /// the two operations it is made of.
     #[test]
-    fn linear_with_gelu(case in case(), with_bias: bool) {
+    fn linear_with_gelu(case in case(), kind in gelus(), with_bias: bool) {
         let Case { rows, inputs, outputs, seed, .. } = case;
         let device = device(case.threads);
         let x = Matrix::new(&device, rows, inputs, case.input_margin, &case.x());
@@ -116,20 +118,20 @@ proptest! {
         let linear = Linear { weight: &weight, inputs, outputs, in_out: case.in_out };
         let fused = twice(|| {
             let (mut before, mut out) = (unwritten(&device, rows * outputs), unwritten(&device, rows * outputs));
-            device.linear_gelu(x.mat(), linear, bias, &mut before, &mut out).unwrap();
+            device.linear_gelu(kind, x.mat(), linear, bias, &mut before, &mut out).unwrap();
             let hidden = tensor(&device, &normal(seed, "hidden", rows * inputs));
             let mut dx = unwritten(&device, rows * inputs);
-            device.linear_gelu_input_gradient(dy.mat(), linear, &hidden, &mut dx).unwrap();
+            device.linear_gelu_input_gradient(kind, dy.mat(), linear, &hidden, &mut dx).unwrap();
             [before, out, dx].iter().map(|tensor| tensor.floats().to_vec()).collect()
         });
         let mut before = unwritten(&device, rows * outputs);
         device.linear(x.mat(), linear, bias, None, MatMut::new(&mut before, rows, outputs)).unwrap();
         let mut out = unwritten(&device, rows * outputs);
-        device.gelu(&before, &mut out).unwrap();
+        device.gelu(kind, &before, &mut out).unwrap();
         let mut dx = unwritten(&device, rows * inputs);
         device.linear_input_gradient(dy.mat(), linear, MatMut::new(&mut dx, rows, inputs), false).unwrap();
         let mut hidden = tensor(&device, &normal(seed, "hidden", rows * inputs));
-        device.gelu_backward(&mut hidden, &mut dx).unwrap();
+        device.gelu_backward(kind, &mut hidden, &mut dx).unwrap();
         for (what, found, expected) in
             [("before", &fused[0], &before), ("out", &fused[1], &out), ("dx", &fused[2], &dx)]
         {
@@ -189,15 +191,15 @@ proptest! {
 
     /// Each sum belongs to one thread and is made row after row: the number of threads changes no bit.
     #[test]
-    fn bias_gradient(case in case()) {
+    fn bias_gradient(case in case(), longer in 0usize..20) {
         let Case { rows, outputs, accumulate, .. } = case;
-        let (dy, before) = (case.dy(), case.before(outputs));
+        let (dy, before) = (case.dy(), case.before(outputs + longer));
         let run = |threads: usize| {
             let device = device(threads);
             let dy = Matrix::new(&device, rows, outputs, case.output_margin, &dy);
             let mut gradient = match &before {
                 Some(before) => tensor(&device, before),
-                None => unwritten(&device, outputs),
+                None => unwritten(&device, outputs + longer),
             };
             device.bias_gradient(dy.mat(), &mut gradient, accumulate).unwrap();
             vec![gradient.floats().to_vec()]
@@ -206,7 +208,10 @@ proptest! {
         prop_assert!(same_bits(&gradient[0], &run(1)[0]) && same_bits(&gradient[0], &run(3)[0]));
         let dy = numbers(&dy);
         let expected =
-            each(1, outputs, before, |_, output| (0..rows).map(|row| dy[row * outputs + output]).sum());
+            each(1, outputs + longer, before, |_, output| {
+                let rows = if output < outputs { rows } else { 0 };
+                (0..rows).map(|row| dy[row * outputs + output]).sum()
+            });
         assert_close("bias_gradient", &gradient[0], &expected);
     }
 }

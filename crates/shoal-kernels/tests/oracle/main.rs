@@ -21,8 +21,8 @@ mod rotary;
 use common::{config, device, normal, tensor, unwritten};
 use number::Number;
 use proptest::prelude::*;
-use shoal_kernels::Device;
 use shoal_kernels::device::SCALAR_ELEMENTS;
+use shoal_kernels::{Device, Gelu};
 
 /// Of each property. All of them together take some five seconds on one core.
 const CASES: u32 = 200;
@@ -106,11 +106,11 @@ proptest! {
         let device = device(threads);
         let x = tensor(&device, &normal(seed, "x", elements));
         let (mut outside, mut inside) = (unwritten(&device, elements), unwritten(&device, elements));
-        device.gelu(&x, &mut outside).unwrap();
+        device.gelu(Gelu::Tanh, &x, &mut outside).unwrap();
         let mut calls = 0;
         device.run(&mut || {
             calls += 1;
-            device.gelu(&x, &mut inside).unwrap();
+            device.gelu(Gelu::Tanh, &x, &mut inside).unwrap();
         });
         prop_assert_eq!(calls, 1);
         prop_assert!(same_bits(outside.floats(), inside.floats()));

@@ -49,6 +49,26 @@ impl Number {
         let value = self.value.tanh();
         Number { value, size: value.abs() + (1.0 - value * value) * self.size }
     }
+
+    pub fn erf(self) -> Number {
+        let value = erf(self.value);
+        let slope = std::f64::consts::FRAC_2_SQRT_PI * (-self.value * self.value).exp();
+        Number { value, size: value.abs() + slope * self.size }
+    }
+}
+
+/// The error function in f64, by the series whose terms are all positive.
+fn erf(x: f64) -> f64 {
+    if x.abs() > 6.0 {
+        return x.signum();
+    }
+    let (mut term, mut sum, mut n) = (x, 0.0, 0.0);
+    while term.abs() > 1e-18 * f64::abs(sum) {
+        sum += term;
+        n += 1.0;
+        term *= 2.0 * x * x / (2.0 * n + 1.0);
+    }
+    std::f64::consts::FRAC_2_SQRT_PI * (-x * x).exp() * sum
 }
 
 impl Add for Number {

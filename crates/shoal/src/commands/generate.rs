@@ -43,6 +43,15 @@ pub fn run(options: Options) -> Result {
         ));
     }
     let model = ModelFolder::open(&options.dir, None)?;
+    if !model.config.causal {
+        return Err(CliError::said(
+            format!(
+                "{}: this model fills in masked tokens, it does not continue a text",
+                options.dir.display()
+            ),
+            "generate with a gpt2, llama or qwen2 model",
+        ));
+    }
     let tokenizer = model.tokenizer(options.tokenizer.as_deref())?;
     let prompt: Vec<i32> = tokenizer.encode(&options.prompt)?.into_iter().map(|id| id as i32).collect();
     if prompt.is_empty() {

@@ -65,14 +65,17 @@ class FromTransformers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+        masked = config["model_type"] == "bert"
+        kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+        self.options = {} if masked else {"use_cache": False}
         values = {key: value for key, value in config.items() if key != "model_type"}
         settings = AutoConfig.for_model(config["model_type"], **values)
-        self.model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa")
+        self.model = kind.from_config(settings, attn_implementation="sdpa")
 
     def forward(self, tokens, targets):
-        logits = self.model(input_ids=tokens, use_cache=False).logits
+        logits = self.model(input_ids=tokens, **self.options).logits
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
 
 

@@ -18,7 +18,6 @@ pub(super) const VERSION_OF_OPEN_TILES: usize = 91500;
 pub(super) struct Problem {
     pub(super) element: Element,
     pub(super) shape: AttentionShape,
-    pub(super) causal: bool,
 }
 
 impl Problem {
@@ -89,7 +88,7 @@ pub(super) fn forward(problem: &Problem) -> Result<Graph> {
     graph.product(query, key, products, Lengths::default())?;
     let scale = graph.number(Number::Scale)?;
     let mut scores = graph.apply(Pointwise::CUDNN_POINTWISE_MUL, &[products, scale])?;
-    if problem.causal {
+    if problem.shape.causal {
         scores = mask_later(&mut graph, scores)?;
     }
     let most = graph.value(f32, row)?;
@@ -169,7 +168,7 @@ pub(super) fn backward(problem: &Problem, version: usize) -> Result<Graph> {
     }
     let logsumexp = graph.argument(Argument::LogSumExp, f32, row)?;
     scores = graph.apply(Pointwise::CUDNN_POINTWISE_SUB, &[scores, logsumexp])?;
-    if problem.causal {
+    if problem.shape.causal {
         scores = mask_later(&mut graph, scores)?;
     }
     let probabilities = graph.apply(Pointwise::CUDNN_POINTWISE_EXP, &[scores])?;

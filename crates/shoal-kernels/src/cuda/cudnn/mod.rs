@@ -102,9 +102,8 @@ impl Cudnn {
         &self,
         element: Element,
         shape: &AttentionShape,
-        causal: bool,
     ) -> Result<Option<usize>> {
-        self.workspace(Pass::Forward, Problem { element, shape: *shape, causal })
+        self.workspace(Pass::Forward, Problem { element, shape: *shape })
     }
 
     /// The same for the backward.
@@ -112,9 +111,8 @@ impl Cudnn {
         &self,
         element: Element,
         shape: &AttentionShape,
-        causal: bool,
     ) -> Result<Option<usize>> {
-        self.workspace(Pass::Backward, Problem { element, shape: *shape, causal })
+        self.workspace(Pass::Backward, Problem { element, shape: *shape })
     }
 
     fn workspace(&self, pass: Pass, problem: Problem) -> Result<Option<usize>> {
@@ -136,13 +134,12 @@ impl Cudnn {
         &self,
         element: Element,
         shape: &AttentionShape,
-        causal: bool,
         qkv: Address,
         out: Address,
         logsumexp: Address,
         workspace: Address,
     ) -> Result {
-        let problem = Problem { element, shape: *shape, causal };
+        let problem = Problem { element, shape: *shape };
         let argument = |which| match which {
             Argument::Out => out.0,
             Argument::LogSumExp => logsumexp.0,
@@ -162,7 +159,6 @@ impl Cudnn {
         &self,
         element: Element,
         shape: &AttentionShape,
-        causal: bool,
         qkv: Address,
         out: Address,
         logsumexp: Address,
@@ -170,7 +166,7 @@ impl Cudnn {
         qkv_gradient: Address,
         workspace: Address,
     ) -> Result {
-        let problem = Problem { element, shape: *shape, causal };
+        let problem = Problem { element, shape: *shape };
         let argument = |which| match which {
             Argument::Out => out.0,
             Argument::LogSumExp => logsumexp.0,
@@ -216,8 +212,8 @@ impl Cudnn {
     }
 
     fn entry<'a>(&self, state: &'a mut State, pass: Pass, problem: Problem) -> Result<&'a Entry> {
-        let Problem { element, shape, causal } = problem;
-        let AttentionShape { samples, sequence, heads, kv_heads, head_size, scale: _ } = shape;
+        let Problem { element, shape } = problem;
+        let AttentionShape { samples, sequence, heads, kv_heads, head_size, causal, scale: _ } = shape;
         let key = Key { pass, element, causal, samples, sequence, heads, kv_heads, head_size };
         if !state.plans.contains_key(&key) {
             self.context.enter()?;

@@ -78,9 +78,16 @@ fn hopper_has_engines() {
     let mut refused = 0;
     for (pass, version) in graphs {
         for (causal, kv_heads, head_size) in [(true, 4, 64), (false, 2, 128), (true, 2, 80)] {
-            let shape =
-                AttentionShape { samples: 3, sequence: 100, heads: 4, kv_heads, head_size, scale: 1.0 };
-            let problem = Problem { element: Element::Bf16, shape, causal };
+            let shape = AttentionShape {
+                samples: 3,
+                sequence: 100,
+                heads: 4,
+                kv_heads,
+                head_size,
+                scale: 1.0,
+                causal,
+            };
+            let problem = Problem { element: Element::Bf16, shape };
             let start = Instant::now();
             let label = format!(
                 "{pass:?}, for {version}, causal {causal}, 4 heads of {head_size}, {kv_heads} with keys"
@@ -133,7 +140,7 @@ fn reference(problem: &Problem, qkv: &[f64], out_gradient: &[f64]) -> Reference 
             let key = |j| row(j, heads + shared, joint);
             let value = |j| row(j, heads + kv_heads + shared, joint);
             for i in 0..sequence {
-                let seen = if problem.causal { i + 1 } else { sequence };
+                let seen = problem.shape.keys_seen(i);
                 let mut p: Vec<f64> = (0..seen).map(|j| scale * dot(&qkv[query(i)], &qkv[key(j)])).collect();
                 let most = p.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let logsumexp = most + p.iter().map(|s| (s - most).exp()).sum::<f64>().ln();
@@ -161,8 +168,9 @@ fn reference(problem: &Problem, qkv: &[f64], out_gradient: &[f64]) -> Reference 
 fn reference_gradients_are_slopes() {
     const STEP: f64 = 1e-5;
     for (causal, heads, kv_heads) in [(true, 4, 2), (false, 3, 1)] {
-        let shape = AttentionShape { samples: 2, sequence: 5, heads, kv_heads, head_size: 3, scale: 0.7 };
-        let problem = Problem { element: Element::F16, shape, causal };
+        let shape =
+            AttentionShape { samples: 2, sequence: 5, heads, kv_heads, head_size: 3, scale: 0.7, causal };
+        let problem = Problem { element: Element::F16, shape };
         let normal = |name: &str, elements: usize| {
             let mut values = vec![0.0; elements];
             fill_normal(&mut values, key_of(name), 0, 1.0);
@@ -244,11 +252,11 @@ fn run(
     qkv: &[u16],
     out_gradient: &[u16],
 ) -> std::result::Result<Found, String> {
-    let Problem { element, shape, causal } = problem;
+    let Problem { element, shape } = problem;
     let bytes = engine(cudnn, Pass::Forward, problem)?.max(engine(cudnn, Pass::Backward, problem)?);
     let asked = [
-        cudnn.forward_workspace(element, &shape, causal).unwrap(),
-        cudnn.backward_workspace(element, &shape, causal).unwrap(),
+        cudnn.forward_workspace(element, &shape).unwrap(),
+        cudnn.backward_workspace(element, &shape).unwrap(),
     ];
     assert_eq!(asked.into_iter().max(), Some(Some(bytes)));
     let workspace = poisoned(gpu, Element::F32, bytes.div_ceil(4));
@@ -260,12 +268,11 @@ fn run(
         [&qkv, &out, &logsumexp, &out_gradient, &gradient, &workspace].map(|tensor| tensor.at(0));
     // SAFETY: all of the sizes that the shape and the plans ask for.
     unsafe {
-        cudnn.forward(element, &shape, causal, qkv_at, out_at, logsumexp_at, workspace_at).unwrap();
+        cudnn.forward(element, &shape, qkv_at, out_at, logsumexp_at, workspace_at).unwrap();
         cudnn
             .backward(
                 element,
                 &shape,
-                causal,
                 qkv_at,
                 out_at,
                 logsumexp_at,
@@ -324,9 +331,16 @@ fn problems() -> Vec<Problem> {
                     for causal in [true, false] {
                         for element in [Element::Bf16, Element::F16] {
                             let scale = 1.1 / (head_size as f32).sqrt();
-                            let shape =
-                                AttentionShape { samples, sequence, heads, kv_heads, head_size, scale };
-                            problems.push(Problem { element, shape, causal });
+                            let shape = AttentionShape {
+                                samples,
+                                sequence,
+                                heads,
+                                kv_heads,
+                                head_size,
+                                scale,
+                                causal,
+                            };
+                            problems.push(Problem { element, shape });
                         }
                     }
                 }
@@ -372,7 +386,7 @@ fn attention_agrees() {
             scope.spawn(|| {
                 let cudnn = open(&gpu).expect("it opened before");
                 while let Some(problem) = problems.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let Problem { element, shape, causal } = problem;
+                    let Problem { element, shape } = problem;
                     let verdict = examine(&gpu, &cudnn, *problem);
                     let (word, text) = match &verdict {
                         Verdict::Right(text) => ("right", text),
@@ -380,8 +394,13 @@ fn attention_agrees() {
                         Verdict::Refused(text) => ("refused", text),
                     };
                     eprintln!(
-                        "{word}: {element:?}, causal {causal}, {} x {}/{} heads x {} x {}: {text}",
-                        shape.samples, shape.heads, shape.kv_heads, shape.sequence, shape.head_size
+                        "{word}: {element:?}, causal {}, {} x {}/{} heads x {} x {}: {text}",
+                        shape.causal,
+                        shape.samples,
+                        shape.heads,
+                        shape.kv_heads,
+                        shape.sequence,
+                        shape.head_size
                     );
                     results.lock().unwrap().push((*problem, verdict));
                 }
@@ -427,8 +446,8 @@ fn report_attention_rates() {
             let Some(cudnn) = open(&gpu) else { return };
             let opened = before.saturating_sub(free_bytes());
             let (element, causal, scale) = (Element::Bf16, true, 1.0 / (head_size as f32).sqrt());
-            let shape = AttentionShape { samples, sequence, heads, kv_heads, head_size, scale };
-            let problem = Problem { element, shape, causal };
+            let shape = AttentionShape { samples, sequence, heads, kv_heads, head_size, scale, causal };
+            let problem = Problem { element, shape };
             let label = format!("{samples} x {heads}/{kv_heads} heads x {sequence} x {head_size}");
             let start = Instant::now();
             let workspaces = [Pass::Forward, Pass::Backward].map(|pass| engine(&cudnn, pass, problem));
@@ -460,22 +479,12 @@ fn report_attention_rates() {
                 [&qkv, &out, &logsumexp, &out_gradient, &qkv_gradient, &workspace].map(|tensor| tensor.at(0));
             // SAFETY: all of the sizes that the shape and the plans ask for; likewise below.
             let forward = || unsafe {
-                cudnn.forward(element, &shape, causal, qkv, out, logsumexp, workspace).unwrap();
+                cudnn.forward(element, &shape, qkv, out, logsumexp, workspace).unwrap();
             };
             // SAFETY: as above.
             let backward = || unsafe {
                 cudnn
-                    .backward(
-                        element,
-                        &shape,
-                        causal,
-                        qkv,
-                        out,
-                        logsumexp,
-                        out_gradient,
-                        qkv_gradient,
-                        workspace,
-                    )
+                    .backward(element, &shape, qkv, out, logsumexp, out_gradient, qkv_gradient, workspace)
                     .unwrap();
             };
             let seconds = |call: &dyn Fn()| {

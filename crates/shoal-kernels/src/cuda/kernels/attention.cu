@@ -1,4 +1,4 @@
-// Causal attention in tiles: scores exist for a tile of queries and keys at a time, never as a whole. The
+// Attention in tiles: scores exist for a tile of queries and keys at a time, never as a whole. The
 // forward keeps one number per row and head (the logarithm of the softmax's sum); the backward makes the
 // scores again from it, in one kernel by query tiles (gradients of queries) and one by key tiles (of keys
 // and values), so that no two blocks add to the same number.
@@ -13,7 +13,18 @@
 struct Attention {
     i64 samples, sequence, heads, kv_heads, size;
     float scale;
+    int causal;
 };
+
+// How many keys, from the first on, a query of the sequence sees.
+__device__ __forceinline__ i64 keys_seen(const Attention &shape, i64 query) {
+    return shape.causal ? query + 1 : shape.sequence;
+}
+
+// Where the keys end that some query of the tile from `first` on sees.
+template <int TILE> __device__ __forceinline__ i64 keys_end(const Attention &shape, i64 first) {
+    return min(shape.sequence, keys_seen(shape, first + TILE - 1));
+}
 
 // One head's columns of one sample inside joint rows.
 template <typename T> struct HeadRows {
@@ -145,7 +156,8 @@ __device__ void attend(const Attention &shape, const Dropout &site, const T *qkv
         highest[i] = NEGATIVE_INFINITY, total[i] = 0.0f;
         mask[i] = row_key(site, sample, head * shape.sequence + first + threadIdx.y + SIDE * i);
     }
-    for (i64 start = 0; start <= first; start += TILE) {
+    i64 end = keys_end<TILE>(shape, first);
+    for (i64 start = 0; start < end; start += TILE) {
         load_tile<TILE, T>(shape, keys, start, key_tile);
         __syncthreads();
         tile_products<EACH_WAY>(size, query_tile, key_tile, scores);
@@ -153,15 +165,15 @@ __device__ void attend(const Attention &shape, const Dropout &site, const T *qkv
         for (int i = 0; i < EACH_WAY; i++) {
             int row = threadIdx.y + SIDE * i;
             float best = highest[i];
+            i64 seen = min(end, keys_seen(shape, first + row));
 #pragma unroll
             for (int j = 0; j < EACH_WAY; j++) {
                 i64 key = start + threadIdx.x + SIDE * j;
-                // Keys past the sequence come after every query of it.
-                scores[i][j] = key <= first + row ? scores[i][j] * shape.scale : NEGATIVE_INFINITY;
+                scores[i][j] = key < seen ? scores[i][j] * shape.scale : NEGATIVE_INFINITY;
                 best = Max::of(scores[i][j], best);
             }
             best = row_reduce<Max>(best);
-            // A row's first tile holds key 0, so `best` is finite from then on.
+            // Every row sees key 0, which is in the first tile, so `best` is finite from then on.
             float shrink = expf(highest[i] - best), sum = 0.0f;
 #pragma unroll
             for (int j = 0; j < EACH_WAY; j++) {
@@ -232,10 +244,11 @@ __device__ __forceinline__ void score_gradients(const Attention &shape, const Dr
         i64 place = sum_at(shape, sample, head, query);
         float lse = inside ? logsumexp[place] : 0.0f, offset = inside ? delta[place] : 0.0f;
         u32 mask = row_key(site, sample, head * shape.sequence + query);
+        i64 visible = inside ? keys_seen(shape, query) : 0;
 #pragma unroll
         for (int j = 0; j < EACH_WAY; j++) {
             int col = threadIdx.x + SIDE * j;
-            bool seen = inside && first_key + col <= query;
+            bool seen = first_key + col < visible;
             float probability = seen ? expf(scores[i][j] * shape.scale - lse) : 0.0f;
             float factor = drop_factor(site, mask, first_key + col);
             weights[row * (TILE + 1) + col] = probability * factor;
@@ -260,7 +273,8 @@ __device__ void attend_query_gradient(const Attention &shape, const Dropout &sit
     load_tile<TILE, T>(shape, qkv_head(shape, qkv, sample, head), first, query_tile);
     load_tile<TILE, T>(shape, out_head(shape, out_gradient, sample, head), first, gradient_tile);
     float sums[TILE / SIDE][WIDTH / SIDE] = {};
-    for (i64 start = 0; start <= first; start += TILE) {
+    i64 end = keys_end<TILE>(shape, first);
+    for (i64 start = 0; start < end; start += TILE) {
         load_tile<TILE, T>(shape, keys, start, key_tile);
         load_tile<TILE, T>(shape, values, start, value_tile);
         __syncthreads();
@@ -293,7 +307,7 @@ __device__ void attend_key_value_gradient(const Attention &shape, const Dropout 
     for (i64 head = kv_head * group; head < (kv_head + 1) * group; head++) {
         HeadRows<T> queries = qkv_head(shape, qkv, sample, head);
         HeadRows<T> gradients = out_head(shape, out_gradient, sample, head);
-        for (i64 start = first; start < shape.sequence; start += TILE) {
+        for (i64 start = shape.causal ? first : 0; start < shape.sequence; start += TILE) {
             load_tile<TILE, T>(shape, queries, start, query_tile);
             load_tile<TILE, T>(shape, gradients, start, gradient_tile);
             __syncthreads();

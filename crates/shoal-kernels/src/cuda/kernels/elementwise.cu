@@ -31,54 +31,83 @@ __device__ __forceinline__ void walk(i64 count, const T *const (&inputs)[INPUTS]
 #define GELU_SCALE 0.7978845608f
 #define GELU_CUBE 0.044715f
 
-// gelu(x) is x * (1 + tanh(u)) / 2, which is x * sigmoid(2u): this is the sigmoid.
-template <typename T> __device__ __forceinline__ float gelu_gate(float x) {
-    return Functions<T>::sigmoid(2.0f * GELU_SCALE * x * fmaf(GELU_CUBE * x, x, 1.0f));
-}
+// gelu(x) is x * (1 + tanh(u)) / 2, which is x * sigmoid(2u): the gate is the sigmoid.
+struct TanhGelu {
+    template <typename T> static __device__ __forceinline__ float gate(float x) {
+        return Functions<T>::sigmoid(2.0f * GELU_SCALE * x * fmaf(GELU_CUBE * x, x, 1.0f));
+    }
 
-__device__ __forceinline__ float gelu_slope_of(float x, float gate) {
-    float inner = GELU_SCALE * fmaf(3.0f * GELU_CUBE * x, x, 1.0f);
-    return fmaf(2.0f * x * gate * (1.0f - gate), inner, gate);
-}
+    static __device__ __forceinline__ float slope(float x, float gate) {
+        float inner = GELU_SCALE * fmaf(3.0f * GELU_CUBE * x, x, 1.0f);
+        return fmaf(2.0f * x * gate * (1.0f - gate), inner, gate);
+    }
+};
 
-template <typename T> __device__ __forceinline__ void gelu(const T *x, T *out, i64 count) {
+// gelu(x) is x times the normal distribution's share below it, which is the gate.
+struct ErfGelu {
+    template <typename T> static __device__ __forceinline__ float gate(float x) {
+        return 0.5f * (1.0f + erff(0.7071067812f * x));
+    }
+
+    static __device__ __forceinline__ float slope(float x, float gate) {
+        return fmaf(0.3989422804f * x, expf(-0.5f * x * x), gate);
+    }
+};
+
+template <typename Gelu, typename T> __device__ __forceinline__ void activate(const T *x, T *out, i64 count) {
     const T *const inputs[1] = {x};
     walk(count, inputs, [&](i64 first, float (&values)[1][Piece<T>::SIZE]) {
 #pragma unroll
-        for (int i = 0; i < Piece<T>::SIZE; i++) values[0][i] *= gelu_gate<T>(values[0][i]);
+        for (int i = 0; i < Piece<T>::SIZE; i++) values[0][i] *= Gelu::template gate<T>(values[0][i]);
         store_values(out, first, count, true, values[0]);
     });
 }
-TYPED(gelu, (const T *x, T *out, i64 count), (x, out, count))
 
 // `x` becomes gelu(x), `gradient` the gradient of `x`.
-template <typename T> __device__ __forceinline__ void gelu_backward(T *x, T *gradient, i64 count) {
+template <typename Gelu, typename T>
+__device__ __forceinline__ void activate_backward(T *x, T *gradient, i64 count) {
     const T *const inputs[2] = {x, gradient};
     walk(count, inputs, [&](i64 first, float (&values)[2][Piece<T>::SIZE]) {
 #pragma unroll
         for (int i = 0; i < Piece<T>::SIZE; i++) {
-            float value = values[0][i], gate = gelu_gate<T>(value);
+            float value = values[0][i], gate = Gelu::template gate<T>(value);
             values[0][i] = value * gate;
-            values[1][i] *= gelu_slope_of(value, gate);
+            values[1][i] *= Gelu::slope(value, gate);
         }
         store_values(x, first, count, true, values[0]);
         store_values(gradient, first, count, true, values[1]);
     });
 }
-TYPED(gelu_backward, (T *x, T *gradient, i64 count), (x, gradient, count))
 
 // gradient *= gelu'(x)
-template <typename T> __device__ __forceinline__ void gelu_slope(const T *x, T *gradient, i64 count) {
+template <typename Gelu, typename T>
+__device__ __forceinline__ void activation_slope(const T *x, T *gradient, i64 count) {
     const T *const inputs[2] = {x, gradient};
     walk(count, inputs, [&](i64 first, float (&values)[2][Piece<T>::SIZE]) {
 #pragma unroll
         for (int i = 0; i < Piece<T>::SIZE; i++) {
-            values[1][i] *= gelu_slope_of(values[0][i], gelu_gate<T>(values[0][i]));
+            values[1][i] *= Gelu::slope(values[0][i], Gelu::template gate<T>(values[0][i]));
         }
         store_values(gradient, first, count, true, values[1]);
     });
 }
-TYPED(gelu_slope, (const T *x, T *gradient, i64 count), (x, gradient, count))
+
+#define GELU(NAME, KIND) \
+    template <typename T> __device__ __forceinline__ void NAME(const T *x, T *out, i64 count) { \
+        activate<KIND>(x, out, count); \
+    } \
+    TYPED(NAME, (const T *x, T *out, i64 count), (x, out, count)) \
+    template <typename T> __device__ __forceinline__ void NAME##_backward(T *x, T *gradient, i64 count) { \
+        activate_backward<KIND>(x, gradient, count); \
+    } \
+    TYPED(NAME##_backward, (T *x, T *gradient, i64 count), (x, gradient, count)) \
+    template <typename T> __device__ __forceinline__ void NAME##_slope(const T *x, T *gradient, i64 count) { \
+        activation_slope<KIND>(x, gradient, count); \
+    } \
+    TYPED(NAME##_slope, (const T *x, T *gradient, i64 count), (x, gradient, count))
+
+GELU(gelu, TanhGelu)
+GELU(gelu_erf, ErfGelu)
 
 template <typename T> __device__ __forceinline__ void swiglu(const T *gate, const T *up, T *out, i64 count) {
     const T *const inputs[2] = {gate, up};

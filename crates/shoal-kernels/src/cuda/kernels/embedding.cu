@@ -5,12 +5,12 @@
 // adds up a piece, and what follows a token's first piece is added in order by a last kernel. No two warps
 // add to the same number, and a token's sum depends on its own rows alone.
 
-// One warp a token. A token past the table reads NaN, which the loss reports, rather than memory that is
+// One warp a token; the first row of `types` is added to all of them. A token past the table reads NaN, which the loss reports, rather than memory that is
 // someone else's.
 template <typename T>
 __device__ __forceinline__ void embed(const int *tokens, i64 count, i64 sequence, i64 width,
                                       const T *__restrict__ table, i64 table_rows, const T *__restrict__ positions,
-                                      T *__restrict__ out) {
+                                      const T *__restrict__ types, T *__restrict__ out) {
     const int SIZE = Piece<T>::SIZE;
     i64 row = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
     if (row >= count) return;
@@ -20,21 +20,23 @@ __device__ __forceinline__ void embed(const int *tokens, i64 count, i64 sequence
     if (positions) positions += row % sequence * width;
 #pragma unroll 4
     for (i64 first = threadIdx.x % 32 * SIZE; first < width; first += 32 * SIZE) {
-        float values[SIZE], places[SIZE] = {};
+        float values[SIZE], places[SIZE] = {}, first_type[SIZE] = {};
         load_values(table, first, inside ? width : (i64)0, wide, values);
         if (positions) load_values(positions, first, width, wide, places);
+        if (types) load_values(types, first, width, wide, first_type);
 #pragma unroll
         for (int i = 0; i < SIZE; i++) {
             float value = inside ? values[i] : NOT_A_NUMBER;
-            values[i] = positions ? value + places[i] : value;
+            if (positions) value += places[i];
+            values[i] = types ? value + first_type[i] : value;
         }
         store_values(out, first, width, wide, values);
     }
 }
 TYPED(embed,
       (const int *tokens, i64 count, i64 sequence, i64 width, const T *table, i64 table_rows, const T *positions,
-       T *out),
-      (tokens, count, sequence, width, table, table_rows, positions, out))
+       const T *types, T *out),
+      (tokens, count, sequence, width, table, table_rows, positions, types, out))
 
 // Bits of a key that one round of the sort orders by.
 #define DIGIT_BITS 8
