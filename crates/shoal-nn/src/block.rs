@@ -185,7 +185,7 @@ pub(crate) fn forward(
     }
 }
 
-/// From the gradient of the output to that of the input, in the room of either or of the scratch rows.
+/// From the gradient of the output to that of the input, in the same room.
 pub(crate) fn backward(
     spec: &BlockSpec,
     call: &Call,
