@@ -11,7 +11,7 @@ use shoal_engine::{EngineError, Executor, ModelState, StepInput};
 use shoal_kernels::device::DeviceError;
 use shoal_kernels::random::{fold, mix64};
 use shoal_kernels::{Arena, CpuDevice, CudaDevice, Device, MemoryError};
-use shoal_model::{Chain, DecoderConfig, Dropout, Precision, presets};
+use shoal_model::{Chain, Dropout, ModelConfig, Precision, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::{Activations, DeviceOffer, PlanError, Planned, Preferences, StepShape, plan_one_device};
 
@@ -53,7 +53,7 @@ impl Case {
         choices[(fold(self.0, name) % choices.len() as u64) as usize]
     }
 
-    fn config(self) -> DecoderConfig {
+    fn config(self) -> ModelConfig {
         let heads: usize = self.pick(0, &[1, 2, 3, 4]);
         let kv_heads = if heads.is_multiple_of(2) { self.pick(1, &[heads, heads / 2]) } else { heads };
         let width = heads * self.pick(2, &[2, 8, 16, 20, 64, 80]);
@@ -62,9 +62,7 @@ impl Case {
         let mlp = self.pick(5, &[8, 33, 128, 256]);
         let positions = 128;
         let mut config = match self.pick(6, &[0, 1, 2, 3]) {
-            0 => {
-                DecoderConfig { mlp_width: mlp, ..presets::gpt2(vocabulary, width, layers, heads, positions) }
-            }
+            0 => ModelConfig { mlp_width: mlp, ..presets::gpt2(vocabulary, width, layers, heads, positions) },
             1 => {
                 let tied = self.pick(7, &[true, false]);
                 presets::llama(vocabulary, width, layers, heads, kv_heads, mlp, positions, 1e4, tied)

@@ -9,7 +9,7 @@ use shoal_engine::executor::Batch;
 use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome};
 use shoal_kernels::random::{fill_normal, fold, mix64};
 use shoal_kernels::{Arena, CpuDevice, Device};
-use shoal_model::{Activation, Chain, DecoderConfig, Dropout, Precision, presets};
+use shoal_model::{Activation, Chain, Dropout, ModelConfig, Precision, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::one_device::table;
 use shoal_plan::{
@@ -45,7 +45,7 @@ impl Batch for RandomBatch {
 
 #[derive(Clone, Debug)]
 struct Case {
-    config: DecoderConfig,
+    config: ModelConfig,
     global_batch: usize,
     sequence: usize,
     micro_batch: usize,
@@ -146,7 +146,7 @@ fn optimizer() -> OptimizerSettings {
     }
 }
 
-fn config() -> impl Strategy<Value = DecoderConfig> {
+fn config() -> impl Strategy<Value = ModelConfig> {
     let sizes = (1usize..3, 1usize..4, 1usize..3, 1usize..7, 3usize..40);
     let flags = any::<[bool; 4]>();
     (sizes, flags, 0usize..3, 0usize..3).prop_map(

@@ -2,7 +2,7 @@
 //! tensor is one entry that two layers name, so that a plan has one row for its state and both layers'
 //! gradients go to it.
 
-use crate::config::{Activation, Architecture, DecoderConfig, Norm, NormPlace, Position};
+use crate::config::{Activation, Architecture, ModelConfig, Norm, NormPlace, Position};
 
 /// What a tensor is to its layer. A layer's tensors are looked up by slot, so that kernels need no names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -188,7 +188,7 @@ pub struct Chain {
 }
 
 impl Chain {
-    pub fn new(config: &DecoderConfig) -> Chain {
+    pub fn new(config: &ModelConfig) -> Chain {
         let mut builder = Builder { config, tensors: Vec::new() };
         let mut layers = vec![builder.embedding()];
         layers.extend((0..config.layers).map(|index| builder.block(index)));
@@ -215,7 +215,7 @@ impl Chain {
 
 /// Collects tensors while the layers are laid out.
 struct Builder<'a> {
-    config: &'a DecoderConfig,
+    config: &'a ModelConfig,
     tensors: Vec<TensorSpec>,
 }
 

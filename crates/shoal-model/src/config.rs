@@ -104,7 +104,7 @@ pub struct Dropout {
 
 /// A transformer over tokens.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct DecoderConfig {
+pub struct ModelConfig {
     pub architecture: Architecture,
     pub vocabulary: usize,
     pub width: usize,
@@ -141,7 +141,7 @@ pub struct DecoderConfig {
     pub init_range: f32,
 }
 
-impl DecoderConfig {
+impl ModelConfig {
     /// Width of the joint query, key and value rows.
     pub fn qkv_width(&self) -> usize {
         self.query_width() + 2 * self.kv_width()

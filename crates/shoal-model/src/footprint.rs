@@ -122,7 +122,7 @@ fn block(spec: &BlockSpec, rows: usize, precision: Precision) -> Footprint {
         Activation::GeluTanh | Activation::GeluErf => mlp,
         Activation::SwiGlu => 2 * mlp,
     };
-    // What the last norm norms, where that is not the next layer's first.
+    // The last norm's input, where norms come after.
     let last_sum = if spec.norm_place == NormPlace::After { boundary } else { 0 };
     let kept_activation = if spec.keeps_activation(precision) { mlp } else { 0 };
     let saved = boundary

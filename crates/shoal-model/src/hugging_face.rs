@@ -1,11 +1,11 @@
-//! `config.json` to and from [`DecoderConfig`]. What we cannot train exactly is refused by name: a model
+//! `config.json` to and from [`ModelConfig`]. What we cannot train exactly is refused by name: a model
 //! that loads but computes something else would be worse than one that does not load.
 
 use serde_json::{Map, Value, json};
 use thiserror::Error;
 
 use crate::config::{
-    Activation, Architecture, DecoderConfig, Dropout, Norm, NormPlace, Position, RotaryScaling,
+    Activation, Architecture, Dropout, ModelConfig, Norm, NormPlace, Position, RotaryScaling,
 };
 
 /// Why a `config.json` cannot be trained from. The caller knows the file and adds its name.
@@ -103,9 +103,9 @@ impl Keys<'_> {
 }
 
 /// Reads a `config.json`.
-pub fn read(config: &Value) -> Result<DecoderConfig, ConfigError> {
+pub fn read(config: &Value) -> Result<ModelConfig, ConfigError> {
     let keys = Keys(config.as_object().ok_or(ConfigError::NotAnObject)?);
-    let decoder = match keys.get("model_type").and_then(Value::as_str) {
+    let model = match keys.get("model_type").and_then(Value::as_str) {
         Some("gpt2") => read_gpt2(&keys)?,
         Some("llama") => read_llama(&keys, Architecture::Llama)?,
         Some("qwen2") => read_llama(&keys, Architecture::Qwen2)?,
@@ -113,13 +113,13 @@ pub fn read(config: &Value) -> Result<DecoderConfig, ConfigError> {
         Some(other) => return Err(ConfigError::UnsupportedArchitecture { found: other.into() }),
         None => return Err(ConfigError::Missing { key: "model_type" }),
     };
-    match decoder.defect() {
+    match model.defect() {
         Some(sentence) => Err(ConfigError::Defect(sentence)),
-        None => Ok(decoder),
+        None => Ok(model),
     }
 }
 
-fn read_gpt2(keys: &Keys) -> Result<DecoderConfig, ConfigError> {
+fn read_gpt2(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     keys.refuse_unless("activation_function", &["gelu_new", "gelu_pytorch_tanh"], "gelu_new")?;
     if keys.flag("scale_attn_by_inverse_layer_idx", false)? {
         return Err(ConfigError::Unsupported {
@@ -141,7 +141,7 @@ fn read_gpt2(keys: &Keys) -> Result<DecoderConfig, ConfigError> {
     }
     let head_size = width / heads;
     let scaled = keys.flag("scale_attn_weights", true)?;
-    Ok(DecoderConfig {
+    Ok(ModelConfig {
         architecture: Architecture::Gpt2,
         vocabulary: keys.size("vocab_size")?,
         width,
@@ -173,7 +173,7 @@ fn read_gpt2(keys: &Keys) -> Result<DecoderConfig, ConfigError> {
     })
 }
 
-fn read_llama(keys: &Keys, architecture: Architecture) -> Result<DecoderConfig, ConfigError> {
+fn read_llama(keys: &Keys, architecture: Architecture) -> Result<ModelConfig, ConfigError> {
     keys.refuse_unless("hidden_act", &["silu", "swish"], "silu")?;
     let qwen = architecture == Architecture::Qwen2;
     let sliding = keys.flag("use_sliding_window", false)?
@@ -194,7 +194,7 @@ fn read_llama(keys: &Keys, architecture: Architecture) -> Result<DecoderConfig, 
     }
     let head_size = keys.size_or("head_dim", Some(width / heads))?;
     let attention_bias = keys.flag("attention_bias", false)?;
-    Ok(DecoderConfig {
+    Ok(ModelConfig {
         architecture,
         vocabulary: keys.size("vocab_size")?,
         width,
@@ -222,7 +222,7 @@ fn read_llama(keys: &Keys, architecture: Architecture) -> Result<DecoderConfig, 
     })
 }
 
-fn read_bert(keys: &Keys) -> Result<DecoderConfig, ConfigError> {
+fn read_bert(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     let activation = match keys.text("hidden_act", "gelu")?.as_str() {
         "gelu" => Activation::GeluErf,
         "gelu_new" | "gelu_pytorch_tanh" => Activation::GeluTanh,
@@ -263,7 +263,7 @@ fn read_bert(keys: &Keys) -> Result<DecoderConfig, ConfigError> {
     }
     let head_size = width / heads;
     let dropout = keys.number("hidden_dropout_prob", 0.1)? as f32;
-    Ok(DecoderConfig {
+    Ok(ModelConfig {
         architecture: Architecture::Bert,
         vocabulary: keys.size("vocab_size")?,
         width,
@@ -335,7 +335,7 @@ fn rotary(keys: &Keys) -> Result<Position, ConfigError> {
 
 /// Writes the `config.json` of a model. `original` is the one it was imported with, if any: its further
 /// keys (token ids, say) are kept.
-pub fn write(config: &DecoderConfig, original: Option<&Value>) -> Value {
+pub fn write(config: &ModelConfig, original: Option<&Value>) -> Value {
     let mut out = original.and_then(Value::as_object).cloned().unwrap_or_default();
     let ours = match config.architecture {
         Architecture::Gpt2 => write_gpt2(config),
@@ -366,7 +366,7 @@ fn short(value: f32) -> Value {
     value.to_string().parse::<f64>().map_or(Value::Null, |number| json!(number))
 }
 
-fn write_gpt2(c: &DecoderConfig) -> Map<String, Value> {
+fn write_gpt2(c: &ModelConfig) -> Map<String, Value> {
     object(json!({
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -388,7 +388,7 @@ fn write_gpt2(c: &DecoderConfig) -> Map<String, Value> {
     }))
 }
 
-fn write_llama(c: &DecoderConfig) -> Map<String, Value> {
+fn write_llama(c: &ModelConfig) -> Map<String, Value> {
     let qwen = c.architecture == Architecture::Qwen2;
     let mut out = object(json!({
         "architectures": [if qwen { "Qwen2ForCausalLM" } else { "LlamaForCausalLM" }],
@@ -415,7 +415,7 @@ fn write_llama(c: &DecoderConfig) -> Map<String, Value> {
     out
 }
 
-fn write_bert(c: &DecoderConfig) -> Map<String, Value> {
+fn write_bert(c: &ModelConfig) -> Map<String, Value> {
     object(json!({
         "architectures": ["BertForMaskedLM"],
         "model_type": "bert",
@@ -435,7 +435,7 @@ fn write_bert(c: &DecoderConfig) -> Map<String, Value> {
     }))
 }
 
-fn write_rotary(c: &DecoderConfig) -> Value {
+fn write_rotary(c: &ModelConfig) -> Value {
     let Position::Rotary { theta, scaling } = c.position else { return Value::Null };
     match scaling {
         RotaryScaling::None => json!({"rope_type": "default", "rope_theta": theta}),

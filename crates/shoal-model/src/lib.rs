@@ -19,9 +19,7 @@ pub mod precision;
 pub mod presets;
 
 pub use chain::{BlockSpec, Chain, EmbeddingSpec, HeadSpec, Init, Layer, LayerKind, Slot, TensorSpec};
-pub use config::{
-    Activation, Architecture, DecoderConfig, Dropout, Norm, NormPlace, Position, RotaryScaling,
-};
+pub use config::{Activation, Architecture, Dropout, ModelConfig, Norm, NormPlace, Position, RotaryScaling};
 pub use footprint::{Footprint, Retention};
 pub use hugging_face::ConfigError;
 pub use precision::Precision;

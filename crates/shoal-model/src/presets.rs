@@ -1,7 +1,7 @@
 //! The usual sizes by name, so that a job can say `preset = "gpt2-124m"` and have no folder at hand.
 
 use crate::config::{
-    Activation, Architecture, DecoderConfig, Dropout, Norm, NormPlace, Position, RotaryScaling,
+    Activation, Architecture, Dropout, ModelConfig, Norm, NormPlace, Position, RotaryScaling,
 };
 
 /// Every preset's name, smallest first within its family.
@@ -26,7 +26,7 @@ pub const NAMES: &[&str] = &[
 ];
 
 /// The configuration behind a preset's name.
-pub fn preset(name: &str) -> Option<DecoderConfig> {
+pub fn preset(name: &str) -> Option<ModelConfig> {
     Some(match name {
         "gpt2-tiny" => gpt2(256, 64, 2, 4, 256),
         "gpt2-mini" => gpt2(256, 384, 6, 6, 1024),
@@ -37,7 +37,7 @@ pub fn preset(name: &str) -> Option<DecoderConfig> {
         "llama-tiny" => llama(256, 64, 2, 4, 2, 176, 256, 1e4, false),
         "llama-15m" => llama(32000, 288, 6, 6, 6, 768, 256, 1e4, true),
         "llama-110m" => llama(32000, 768, 12, 12, 12, 2048, 1024, 1e4, true),
-        "llama-1b" => DecoderConfig {
+        "llama-1b" => ModelConfig {
             position: Position::Rotary {
                 theta: 5e5,
                 scaling: RotaryScaling::Llama3 {
@@ -62,8 +62,8 @@ pub fn preset(name: &str) -> Option<DecoderConfig> {
 }
 
 /// A GPT-2 of any size, without dropout (the released weights were trained with it, few train so today).
-pub fn gpt2(vocabulary: usize, width: usize, layers: usize, heads: usize, positions: usize) -> DecoderConfig {
-    DecoderConfig {
+pub fn gpt2(vocabulary: usize, width: usize, layers: usize, heads: usize, positions: usize) -> ModelConfig {
+    ModelConfig {
         architecture: Architecture::Gpt2,
         vocabulary,
         width,
@@ -103,8 +103,8 @@ pub fn llama(
     positions: usize,
     theta: f64,
     tied: bool,
-) -> DecoderConfig {
-    DecoderConfig {
+) -> ModelConfig {
+    ModelConfig {
         architecture: Architecture::Llama,
         vocabulary,
         width,
@@ -141,8 +141,8 @@ pub fn qwen2(
     kv_heads: usize,
     mlp_width: usize,
     positions: usize,
-) -> DecoderConfig {
-    DecoderConfig {
+) -> ModelConfig {
+    ModelConfig {
         architecture: Architecture::Qwen2,
         norm_eps: 1e-6,
         qkv_bias: true,
@@ -158,8 +158,8 @@ pub fn bert(
     heads: usize,
     mlp_width: usize,
     positions: usize,
-) -> DecoderConfig {
-    DecoderConfig {
+) -> ModelConfig {
+    ModelConfig {
         architecture: Architecture::Bert,
         mlp_width,
         norm_eps: 1e-12,

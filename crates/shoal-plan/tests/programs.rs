@@ -2,7 +2,7 @@
 //! wherever its dependencies allow and nowhere else, and its memory forecast covers the order it was made for.
 
 use proptest::prelude::*;
-use shoal_model::{Chain, DecoderConfig, Precision, presets};
+use shoal_model::{Chain, ModelConfig, Precision, presets};
 use shoal_plan::one_device::table;
 use shoal_plan::{
     Activations, DeviceOffer, Instruction, Op, Plan, PlanError, Preferences, Program, ProgramError, Purpose,
@@ -13,7 +13,7 @@ fn offer(budget_bytes: u64) -> DeviceOffer {
     DeviceOffer { name: "cpu:0".into(), budget_bytes, workspace_bytes: 1 << 18, rows_enough: 4096 }
 }
 
-fn model() -> impl Strategy<Value = DecoderConfig> {
+fn model() -> impl Strategy<Value = ModelConfig> {
     let tied = any::<bool>();
     (1usize..4, 1usize..3, tied, 0..3).prop_map(|(layers, kv_heads, tied, kind)| {
         let mut config = match kind {

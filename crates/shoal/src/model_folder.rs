@@ -8,7 +8,7 @@ use shoal_engine::identity::Identity;
 use shoal_engine::import::import;
 use shoal_engine::{EngineError, ModelState};
 use shoal_kernels::Device;
-use shoal_model::{Chain, ConfigError, DecoderConfig, hugging_face};
+use shoal_model::{Chain, ConfigError, ModelConfig, hugging_face};
 use shoal_state::checkpoint::{Checkpoint, Store};
 use shoal_state::hugging_face::Folder;
 
@@ -22,7 +22,7 @@ enum Source {
 
 pub struct ModelFolder {
     pub path: PathBuf,
-    pub config: DecoderConfig,
+    pub config: ModelConfig,
     /// As `config.json` has it.
     pub raw_config: Value,
     source: Source,

@@ -10,7 +10,7 @@ use serde_json::json;
 use shoal_engine::executor::Batch;
 use shoal_engine::{EngineError, Executor, ModelState, StepInput};
 use shoal_kernels::random::mix64;
-use shoal_model::{Chain, DecoderConfig, Precision, hugging_face, presets};
+use shoal_model::{Chain, ModelConfig, Precision, hugging_face, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::{Planned, Preferences, StepShape, plan_one_device};
 
@@ -115,7 +115,7 @@ struct Ours {
 
 impl Ours {
     fn new(
-        config: &DecoderConfig,
+        config: &ModelConfig,
         options: &Options,
         precision: Precision,
         device: &LocalDevice,
@@ -220,7 +220,7 @@ impl Drop for Peer {
     }
 }
 
-fn model(name: &str) -> Result<DecoderConfig> {
+fn model(name: &str) -> Result<ModelConfig> {
     let unknown = || {
         CliError::said(
             format!("\"{name}\" is not a model"),

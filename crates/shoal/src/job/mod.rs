@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 use shoal_engine::Interval;
-use shoal_model::{DecoderConfig, Precision, hugging_face, presets};
+use shoal_model::{ModelConfig, Precision, hugging_face, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule, ScheduleKind};
 use shoal_plan::{Activations, Preferences};
 
@@ -43,7 +43,7 @@ pub enum DeviceChoice {
 #[derive(Clone, Debug)]
 pub struct Job {
     pub name: String,
-    pub config: DecoderConfig,
+    pub config: ModelConfig,
     /// The imported `config.json`, if any.
     pub original_config: Option<Value>,
     pub weights: Weights,
@@ -248,7 +248,7 @@ impl Validator<'_> {
         })
     }
 
-    fn model(&self, raw: &raw::Model, base: &Path) -> Result<(DecoderConfig, Option<Value>, Weights)> {
+    fn model(&self, raw: &raw::Model, base: &Path) -> Result<(ModelConfig, Option<Value>, Weights)> {
         let (mut config, original, folder) = match (&raw.from, &raw.preset) {
             (Some(_), Some(_)) => {
                 return Err(self.bad("model", "has both `from` and `preset`", "keep one of them"));
