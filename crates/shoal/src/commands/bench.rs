@@ -24,7 +24,7 @@ const PEER: &str = include_str!("peer.py");
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// A preset (gpt2-124m, llama-1b, …) or gpt2:WIDTH,LAYERS,HEADS,VOCABULARY
+    /// A preset (gpt2-124m, llama-1b, …), or gpt2:WIDTH,LAYERS,HEADS,VOCABULARY, or bert: and the same
     model: String,
     /// Samples of a step
     #[arg(long, default_value_t = 8)]
@@ -225,18 +225,26 @@ fn model(name: &str) -> Result<ModelConfig> {
         CliError::said(
             format!("\"{name}\" is not a model"),
             format!(
-                "the presets are {}; or write gpt2:WIDTH,LAYERS,HEADS,VOCABULARY",
+                "the presets are {}; or write gpt2:WIDTH,LAYERS,HEADS,VOCABULARY, or bert: and the same",
                 presets::NAMES.join(", ")
             ),
         )
     };
-    let Some(shape) = name.strip_prefix("gpt2:") else { return presets::preset(name).ok_or_else(unknown) };
+    let Some((family, shape)) = name.split_once(':') else {
+        return presets::preset(name).ok_or_else(unknown);
+    };
     let numbers: Vec<usize> = shape.split(',').filter_map(|number| number.parse().ok()).collect();
-    match numbers[..] {
-        [width, layers, heads, vocabulary]
-            if heads > 0 && width.is_multiple_of(heads) && width * vocabulary > 0 =>
+    match (family, &numbers[..]) {
+        (_, [width, _, heads, vocabulary])
+            if *heads == 0 || !width.is_multiple_of(*heads) || width * vocabulary == 0 =>
         {
-            Ok(presets::gpt2(vocabulary, width, layers, heads, 1 << 20))
+            Err(unknown())
+        }
+        ("gpt2", [width, layers, heads, vocabulary]) => {
+            Ok(presets::gpt2(*vocabulary, *width, *layers, *heads, 1 << 20))
+        }
+        ("bert", [width, layers, heads, vocabulary]) => {
+            Ok(presets::bert(*vocabulary, *width, *layers, *heads, 4 * width, 1 << 20))
         }
         _ => Err(unknown()),
     }
