@@ -127,7 +127,9 @@ fn print_table(job: &Job, chain: &Chain, device: &LocalDevice, planned: &Planned
         ("activations", memory.values),
         ("workspace", memory.workspace + memory.constants),
     ] {
-        println!("  {name:<12} {:>10}", bytes_text(bytes));
+        if bytes > 0 {
+            println!("  {name:<12} {:>10}", bytes_text(bytes));
+        }
     }
     println!("  highest at   {}", planned.program.instructions[memory.highest_at]);
     println!("  and about {} for the process itself", bytes_text(device.process_bytes()));
