@@ -4,6 +4,7 @@ use crate::IGNORED;
 use crate::check::{self, Subject};
 use crate::error::{Error, Result};
 use crate::files::{Integer, OpenFile};
+use crate::inputs::Inputs;
 use crate::masking::Masking;
 use crate::order::Order;
 use crate::prepare;
@@ -136,7 +137,8 @@ impl Dataset {
     ///
     /// # Panics
     /// If there is no such sample, or the slices are not one sequence long.
-    pub fn read(&self, epoch: u64, index: u64, inputs: &mut [i32], labels: &mut [i32]) -> Result<()> {
+    pub fn read(&self, epoch: u64, index: u64, inputs: Inputs, labels: &mut [i32]) -> Result<()> {
+        let inputs = inputs.tokens();
         assert!(index < self.len(), "sample {index} of {}", self.len());
         assert_eq!((inputs.len(), labels.len()), (self.sequence, self.sequence));
         match (&self.samples, &self.masking) {
@@ -165,7 +167,8 @@ impl Dataset {
             let start = samples.inputs.len();
             samples.inputs.resize(start + self.sequence, 0);
             samples.labels.resize(start + self.sequence, 0);
-            self.read(epoch, index, &mut samples.inputs[start..], &mut samples.labels[start..])?;
+            let inputs = Inputs::Tokens(&mut samples.inputs[start..]);
+            self.read(epoch, index, inputs, &mut samples.labels[start..])?;
         }
         Ok(samples)
     }

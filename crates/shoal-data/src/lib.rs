@@ -16,6 +16,7 @@
 //! | `tensors`, `rows` | `.safetensors` files: the header, then one row a sample |
 //! | `masking` | which tokens are hidden from a model that learns to restore them |
 //! | `check` | the one pass that looks at every id before training starts |
+//! | `inputs` | where samples are read to |
 //! | `dataset` | what the rest of the system sees |
 //! | `order` | position in the stream to sample |
 //!
@@ -27,6 +28,7 @@ mod documents;
 mod encode;
 mod error;
 mod files;
+mod inputs;
 mod masking;
 mod order;
 mod prepare;
@@ -39,6 +41,7 @@ mod tokenizer;
 
 pub use dataset::{Dataset, DatasetSpec, Samples};
 pub use error::{Error, Result};
+pub use inputs::Inputs;
 pub use order::Order;
 pub use tokenizer::Tokenizer;
 

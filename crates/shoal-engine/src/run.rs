@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use shoal_data::{Dataset, Order};
+use shoal_data::{Dataset, Inputs, Order};
 use shoal_kernels::Tensor;
 use shoal_model::{Chain, Precision};
 use shoal_nn::{OptimizerSettings, Schedule};
@@ -80,12 +80,12 @@ struct Window<'a> {
 }
 
 impl Batch for Window<'_> {
-    fn read(&self, samples: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result {
-        let sequence = self.data.sequence();
-        let rows = tokens.chunks_mut(sequence).zip(targets.chunks_mut(sequence));
-        for (sample, (tokens, targets)) in samples.zip(rows) {
+    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result {
+        let each = (targets.len() / samples.len().max(1)).max(1);
+        let rooms = inputs.of_each(samples.len()).into_iter().zip(targets.chunks_mut(each));
+        for (sample, (inputs, targets)) in samples.zip(rooms) {
             let (epoch, index) = self.order.index(self.first + sample as u64);
-            self.data.read(epoch, index, tokens, targets)?;
+            self.data.read(epoch, index, inputs, targets)?;
         }
         Ok(())
     }

@@ -69,6 +69,7 @@ pub fn banner(
         Architecture::Llama => "llama",
         Architecture::Qwen2 => "qwen2",
         Architecture::Bert => "bert",
+        Architecture::Vit => "vit",
     };
     let micro_batches = &planned.plan.layers[0].compute[0].micro_batches;
     let (first, last) = (micro_batches[0].count(), micro_batches[micro_batches.len() - 1].count());

@@ -7,6 +7,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Instant;
 
 use serde_json::json;
+use shoal_data::Inputs;
 use shoal_engine::executor::Batch;
 use shoal_engine::{EngineError, Executor, ModelState, StepInput};
 use shoal_kernels::random::mix64;
@@ -81,9 +82,10 @@ impl Batch for RandomTokens {
     fn read(
         &self,
         samples: Range<usize>,
-        tokens: &mut [i32],
+        inputs: Inputs,
         targets: &mut [i32],
     ) -> std::result::Result<(), EngineError> {
+        let tokens = inputs.tokens();
         let token = |place: usize| (mix64(place as u64) % self.vocabulary as u64) as i32;
         let first = samples.start * self.sequence;
         for (index, (input, target)) in tokens.iter_mut().zip(targets).enumerate() {
