@@ -257,6 +257,12 @@ pub fn run(options: Options) -> Result {
             "leave them out for the defaults",
         ));
     }
+    if config.image.is_some() {
+        return Err(CliError::said(
+            format!("{}: only models of tokens are measured so far", options.model),
+            "name a gpt2, llama, qwen2 or bert model",
+        ));
+    }
     config.positions = config.positions.min(options.sequence);
     let precision =
         Precision::ALL.into_iter().find(|known| known.name() == options.precision).ok_or_else(|| {
