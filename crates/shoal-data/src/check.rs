@@ -1,8 +1,9 @@
-//! The one pass over files that hold tokens already: every id is looked at before training starts, so that
+//! The one pass over files that hold tokens or images already: every id is looked at before training starts, so that
 //! a file made for another model is refused in the first minute and not at the step that meets the id. What
 //! was found is noted in the cache, so the pass is not repeated for files that have not changed.
 
 use crate::error::{Error, Result};
+use crate::images::Images;
 use crate::prepare::Claim;
 use crate::rows::Rows;
 use crate::source::Source;
@@ -30,6 +31,7 @@ pub(crate) struct Checked {
 pub(crate) enum Subject<'a> {
     Stream(&'a Stream),
     Rows { rows: &'a Rows, sequence: usize },
+    Images(&'a Images),
 }
 
 /// The note on `source` in the cache if it has one that holds for `vocabulary`, else a new one. `reading`
@@ -54,6 +56,7 @@ pub(crate) fn check(
     let checked = match subject {
         Subject::Stream(stream) => check_stream(stream, source.bytes(), progress)?,
         Subject::Rows { rows, sequence } => check_rows(rows, *sequence, source.bytes(), progress)?,
+        Subject::Images(images) => check_images(images, source.bytes(), progress)?,
     };
     source.require_unchanged()?;
     let note = serde_json::to_vec(&checked).map_err(|error| Error::io("write", &name, error.into()))?;
@@ -110,6 +113,23 @@ fn check_rows(
         hasher.update(&scratch);
         largest = ids.copied().fold(largest, i32::max);
         progress(share(bytes, row + 1, rows.rows), bytes);
+    }
+    Ok(Checked { largest: i64::from(largest), content: hasher.finalize().to_hex().to_string() })
+}
+
+fn check_images(images: &Images, bytes: u64, progress: &mut dyn FnMut(u64, u64)) -> Result<Checked> {
+    let mut hasher = blake3::Hasher::new();
+    let mut largest = 0;
+    let mut pixels = vec![0.0; images.elements()];
+    let mut scratch = Vec::new();
+    for index in 0..images.count {
+        let label = images.read_stored(index, &mut pixels)?;
+        scratch.clear();
+        scratch.extend(pixels.iter().flat_map(|pixel| pixel.to_le_bytes()));
+        scratch.extend(label.to_le_bytes());
+        hasher.update(&scratch);
+        largest = largest.max(label);
+        progress(share(bytes, index + 1, images.count), bytes);
     }
     Ok(Checked { largest: i64::from(largest), content: hasher.finalize().to_hex().to_string() })
 }

@@ -4,6 +4,8 @@ use crate::IGNORED;
 use crate::check::{self, Subject};
 use crate::error::{Error, Result};
 use crate::files::{Integer, OpenFile};
+use crate::images::{ImageSpec, Images};
+use crate::inputs::Inputs;
 use crate::masking::Masking;
 use crate::order::Order;
 use crate::prepare;
@@ -81,6 +83,7 @@ enum Kept {
     Windows(Stream),
     /// Stored one by one.
     Rows(Rows),
+    Images(Images),
 }
 
 impl Dataset {
@@ -99,20 +102,41 @@ impl Dataset {
         }
     }
 
+    /// Opens a dataset of images: finds its files, and looks at every image and label if that has not been done
+    /// before.
+    pub fn open_images(spec: &ImageSpec, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
+        let source = Source::find(&spec.source)?;
+        if source.kind != Kind::Safetensors {
+            return Err(Error::NotImages { path: spec.source.clone() });
+        }
+        let mut images = Images::new(spec);
+        for file in &source.files {
+            images.append(&file.path)?;
+        }
+        let (subject, [channels, rows, columns]) = (Subject::Images(&images), spec.shape);
+        let reading = format!("images {channels} {rows} {columns}");
+        let checked = check::check(&source, &subject, &reading, spec.classes, &spec.cache, progress)?;
+        let fingerprint = fingerprint(&reading, 0, &checked.content);
+        let samples = Kept::Images(images);
+        Ok(Self { samples, masking: None, sequence: 0, documents: None, fingerprint })
+    }
+
     /// Samples in one epoch: at least one.
     #[expect(clippy::len_without_is_empty, reason = "an empty dataset does not open")]
     pub fn len(&self) -> u64 {
         match &self.samples {
             Kept::Windows(stream) => stream.windows(self.sequence),
             Kept::Rows(rows) => rows.rows,
+            Kept::Images(images) => images.count,
         }
     }
 
-    /// Tokens in the dataset.
+    /// Tokens in the dataset; none where samples are images.
     pub fn tokens(&self) -> u64 {
         match &self.samples {
             Kept::Windows(stream) => stream.tokens,
             Kept::Rows(rows) => rows.tokens,
+            Kept::Images(_) => 0,
         }
     }
 
@@ -121,7 +145,7 @@ impl Dataset {
         self.documents
     }
 
-    /// Tokens of one sample.
+    /// Tokens of one sample; none where samples are images.
     pub fn sequence(&self) -> usize {
         self.sequence
     }
@@ -132,12 +156,17 @@ impl Dataset {
         self.fingerprint.clone()
     }
 
-    /// Reads sample `index` as it is in `epoch`: each masks other tokens, where any are masked.
+    /// Reads sample `index` as it is in `epoch`: each masks other tokens, where any are masked, and varies images
+    /// in another way.
     ///
     /// # Panics
-    /// If there is no such sample, or the slices are not one sequence long.
-    pub fn read(&self, epoch: u64, index: u64, inputs: &mut [i32], labels: &mut [i32]) -> Result<()> {
+    /// If there is no such sample, or the inputs are not of its kind or size.
+    pub fn read(&self, epoch: u64, index: u64, inputs: Inputs, labels: &mut [i32]) -> Result<()> {
         assert!(index < self.len(), "sample {index} of {}", self.len());
+        if let Kept::Images(images) = &self.samples {
+            return images.read(epoch, index, inputs.images(), labels);
+        }
+        let inputs = inputs.tokens();
         assert_eq!((inputs.len(), labels.len()), (self.sequence, self.sequence));
         match (&self.samples, &self.masking) {
             (Kept::Windows(stream), None) => stream.read_window(index, inputs, labels),
@@ -154,10 +183,11 @@ impl Dataset {
                 }
                 Ok(())
             }
+            (Kept::Images(_), _) => unreachable!("read above"),
         }
     }
 
-    /// Reads the samples at `positions` of the endless stream.
+    /// Reads the samples of tokens at `positions` of the endless stream.
     pub fn batch(&self, order: &Order, positions: Range<u64>) -> Result<Samples> {
         let mut samples = Samples { sequence: self.sequence, inputs: Vec::new(), labels: Vec::new() };
         for position in positions {
@@ -165,7 +195,8 @@ impl Dataset {
             let start = samples.inputs.len();
             samples.inputs.resize(start + self.sequence, 0);
             samples.labels.resize(start + self.sequence, 0);
-            self.read(epoch, index, &mut samples.inputs[start..], &mut samples.labels[start..])?;
+            let inputs = Inputs::Tokens(&mut samples.inputs[start..]);
+            self.read(epoch, index, inputs, &mut samples.labels[start..])?;
         }
         Ok(samples)
     }

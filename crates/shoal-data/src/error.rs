@@ -84,6 +84,21 @@ pub enum Error {
     #[error("{} has {tokens} rows of \"tokens\" and {labels} rows of \"labels\"", path.display())]
     RowCounts { path: PathBuf, tokens: usize, labels: usize },
 
+    #[error("{} is no source of images: they are read from .safetensors files", path.display())]
+    NotImages { path: PathBuf },
+    #[error("{} has no tensor {tensor:?}, only {}", path.display(), list(has))]
+    NoTensor { path: PathBuf, tensor: &'static str, has: Vec<String> },
+    #[error("the tensor \"images\" of {} holds {found}, not U8 or F32", path.display())]
+    NotPixels { path: PathBuf, found: String },
+    #[error("the tensor \"images\" of {} has shape {found:?}, and the model takes images of {expected:?}", path.display())]
+    ImageShape { path: PathBuf, found: Vec<usize>, expected: [usize; 3] },
+    #[error("the tensor \"labels\" of {} has shape {found:?}, and there are {images} images", path.display())]
+    LabelShape { path: PathBuf, found: Vec<usize>, images: usize },
+    #[error("{}, image {image}: a pixel is no finite number", path.display())]
+    NotFinite { path: PathBuf, image: u64 },
+    #[error("{}, image {image}: the label {label} is outside the model's {classes} classes", path.display())]
+    NoClass { path: PathBuf, image: u64, label: i64, classes: usize },
+
     #[error("cannot read {} as a tokenizer: {message}", path.display())]
     TokenizerFile { path: PathBuf, message: String },
     #[error("{tokenizer} cannot encode a text: {message}")]
@@ -140,11 +155,23 @@ impl Error {
             Self::Sidecar { .. } => "write {\"dtype\": \"u16\"} or {\"dtype\": \"u32\"} into it".into(),
             Self::Safetensors { .. } => "check that the file was copied whole".into(),
             Self::NoTokens { .. } => "store one sample a row in an integer tensor called \"tokens\"".into(),
-            Self::NotIntegers { .. } => "store token ids as integers, for example I32".into(),
+            Self::NotIntegers { .. } => "store ids and labels as integers, for example I32".into(),
             Self::NotRows { .. } => "store one sample a row".into(),
             Self::RowLength { sequence: Some(sequence), .. } => format!("set data.sequence = {sequence}"),
             Self::RowLength { .. } => "store sequence + 1 tokens a row".into(),
             Self::RowCounts { .. } => "store one row of \"labels\" for each row of \"tokens\"".into(),
+
+            Self::NotImages { .. } => "store \"images\" and \"labels\" in a .safetensors file".into(),
+            Self::NoTensor { .. } => {
+                "store images as \"images\", [count, channels, rows, columns], and classes as \"labels\"".into()
+            }
+            Self::NotPixels { .. } => "store pixels as U8, 0 to 255, or as F32, 0 to 1".into(),
+            Self::ImageShape { .. } => {
+                "store [count, channels, rows, columns], of the size that the model takes".into()
+            }
+            Self::LabelShape { .. } => "store one label an image".into(),
+            Self::NotFinite { .. } => "check how the images were made".into(),
+            Self::NoClass { .. } => "use a model with as many classes as the labels have".into(),
 
             Self::TokenizerFile { .. } => {
                 "set data.tokenizer to \"bytes\" or to the tokenizer.json of a Hugging Face model".into()

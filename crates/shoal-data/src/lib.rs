@@ -1,4 +1,4 @@
-//! Text and tokens on disk, turned into numbered samples, and the order in which they are trained on.
+//! Text, tokens and images on disk, turned into numbered samples, and the order in which they are trained on.
 //!
 //! The life of a sample: [`Tokenizer`] turns text into token ids; [`Dataset::open`] finds the files,
 //! tokenizes text once into a cache, checks every id against the model's vocabulary, and from then on
@@ -16,6 +16,8 @@
 //! | `tensors`, `rows` | `.safetensors` files: the header, then one row a sample |
 //! | `masking` | which tokens are hidden from a model that learns to restore them |
 //! | `check` | the one pass that looks at every id before training starts |
+//! | `images` | images and their classes, and how training varies them |
+//! | `inputs` | where samples are read to |
 //! | `dataset` | what the rest of the system sees |
 //! | `order` | position in the stream to sample |
 //!
@@ -27,6 +29,8 @@ mod documents;
 mod encode;
 mod error;
 mod files;
+mod images;
+mod inputs;
 mod masking;
 mod order;
 mod prepare;
@@ -39,6 +43,8 @@ mod tokenizer;
 
 pub use dataset::{Dataset, DatasetSpec, Samples};
 pub use error::{Error, Result};
+pub use images::{ImageSpec, Variation};
+pub use inputs::Inputs;
 pub use order::Order;
 pub use tokenizer::Tokenizer;
 

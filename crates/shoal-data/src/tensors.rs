@@ -70,7 +70,7 @@ pub(crate) fn matrix(file: &OpenFile, tensor: &'static str, info: &TensorInfo, s
     Ok(Matrix { integer, offset: start + info.data_offsets.0 as u64, rows, columns })
 }
 
-fn integer(dtype: Dtype) -> Option<Integer> {
+pub(crate) fn integer(dtype: Dtype) -> Option<Integer> {
     match dtype {
         Dtype::U8 => Some(Integer::U8),
         Dtype::I8 => Some(Integer::I8),

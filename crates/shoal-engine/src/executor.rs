@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use shoal_data::Inputs;
 use shoal_kernels::device::SCALAR_ELEMENTS;
 use shoal_kernels::{Device, Guard, Tensor, Updated};
 use shoal_model::{Chain, LayerKind, Retention};
@@ -15,11 +16,12 @@ use shoal_plan::effects::Value;
 use shoal_plan::{Instruction, Keep, Op, Program, Purpose, Samples};
 
 use crate::error::{EngineError, Result};
-use crate::state::ModelState;
+use crate::state::{ModelState, write};
 
 /// Where a step's samples come from, by their numbers in the global batch.
 pub trait Batch: Sync {
-    fn read(&self, samples: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result;
+    /// Writes the samples' inputs and targets, sample after sample.
+    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result;
 }
 
 /// What one run of a program is given.
@@ -78,21 +80,28 @@ impl<'a> StepInput<'a> {
 /// What one run of a program gave.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepOutcome {
-    /// Sum of the losses of all target tokens.
+    /// Sum of the losses of all targets.
     pub loss_sum: f64,
-    /// Target tokens.
+    /// Targets that count.
     pub targets: u64,
+    /// Of these predicted rightly, where they are classes.
+    pub correct: Option<u64>,
     pub gradient_norm: f64,
     /// The gradient overflowed its range: nothing was updated.
     pub overflowed: bool,
-    /// Logits, sample by sample, of the next token or of every position; from predictions only.
+    /// Logits, sample by sample, of the next token, the class or every position; from predictions only.
     pub logits: Vec<f32>,
 }
 
 impl StepOutcome {
-    /// Mean loss over the target tokens.
+    /// Mean loss over the targets.
     pub fn loss(&self) -> f64 {
         self.loss_sum / self.targets as f64
+    }
+
+    /// The share of the targets that was predicted rightly, where they are classes.
+    pub fn accuracy(&self) -> Option<f64> {
+        self.correct.map(|correct| correct as f64 / self.targets as f64)
     }
 }
 
@@ -112,13 +121,15 @@ pub struct Executor {
     /// Takes the loss of recomputed forwards, which was counted before.
     discarded_loss: Tensor,
     norm_squared: Tensor,
+    /// Samples whose class was predicted rightly.
+    correct: Tensor,
     /// Samples read ahead, and the step they are for.
     ahead: (u64, HashMap<Samples, Loaded>),
 }
 
 /// Samples on the device.
 struct Loaded {
-    tokens: Tensor,
+    inputs: Tensor,
     targets: Tensor,
     /// Targets that count.
     count: u64,
@@ -133,9 +144,9 @@ impl Executor {
     ) -> Result<Executor> {
         let scalar = |who: &str| Tensor::new(device.arena(), who, SCALAR_ELEMENTS);
         let (loss, discarded_loss) = (scalar("the loss")?, scalar("the discarded loss")?);
-        let norm_squared = scalar("the gradient norm")?;
+        let (norm_squared, correct) = (scalar("the gradient norm")?, scalar("right predictions")?);
         let ahead = (0, HashMap::new());
-        Ok(Executor { device, chain, sequence, state, loss, discarded_loss, norm_squared, ahead })
+        Ok(Executor { device, chain, sequence, state, loss, discarded_loss, norm_squared, correct, ahead })
     }
 
     pub fn device(&self) -> &Arc<dyn Device> {
@@ -166,6 +177,7 @@ impl Executor {
     fn walk(&mut self, program: &Program, input: &StepInput) -> Result<StepOutcome> {
         self.device.set_scalar(&mut self.loss, 0.0)?;
         self.device.set_scalar(&mut self.discarded_loss, 0.0)?;
+        self.device.set_scalar(&mut self.correct, 0.0)?;
         let mut step = Step {
             input,
             training: program.purpose == Purpose::Train,
@@ -218,27 +230,35 @@ impl Executor {
 
     fn load(&mut self, step: &mut Step, samples: Samples) -> Result {
         let ahead = if self.ahead.0 == step.input.step { self.ahead.1.remove(&samples) } else { None };
-        let Loaded { tokens, targets, count } = match ahead.filter(|_| step.training) {
+        let Loaded { inputs, targets, count } = match ahead.filter(|_| step.training) {
             Some(loaded) => loaded,
             None => self.read(step.input.batch, samples)?,
         };
         step.outcome.targets += count;
-        step.put(Value::Tokens(samples), Stored::Tensor(tokens));
+        step.put(Value::Inputs(samples), Stored::Tensor(inputs));
         step.put(Value::Targets(samples), Stored::Tensor(targets));
         Ok(())
     }
 
     fn read(&self, batch: &dyn Batch, samples: Samples) -> Result<Loaded> {
-        let elements = samples.count() * self.sequence;
-        let arena = self.device.arena();
-        let mut tokens = Tensor::new(arena, &format!("the tokens of {samples}"), elements)?;
-        let mut targets = Tensor::new(arena, &format!("the targets of {samples}"), elements)?;
-        let (mut token_ids, mut target_ids) = (vec![0; elements], vec![0; elements]);
-        batch.read(samples.range(), &mut token_ids, &mut target_ids)?;
-        self.device.write_integers(&mut tokens, &token_ids)?;
-        self.device.write_integers(&mut targets, &target_ids)?;
+        let (arena, device) = (self.device.arena(), &*self.device);
+        let elements = samples.count() * self.chain.input_elements(self.sequence);
+        let mut inputs = Tensor::new(arena, &format!("the inputs of {samples}"), elements)?;
+        let mut target_ids = vec![0; samples.count() * self.chain.targets(self.sequence)];
+        let mut targets = Tensor::new(arena, &format!("the targets of {samples}"), target_ids.len())?;
+        match self.chain.image {
+            Some(_) => write(device, &mut inputs, |out| {
+                batch.read(samples.range(), Inputs::Images(out), &mut target_ids)
+            })?,
+            None => {
+                let mut tokens = vec![0; elements];
+                batch.read(samples.range(), Inputs::Tokens(&mut tokens), &mut target_ids)?;
+                device.write_integers(&mut inputs, &tokens)?;
+            }
+        }
+        device.write_integers(&mut targets, &target_ids)?;
         let count = target_ids.iter().filter(|target| **target >= 0).count() as u64;
-        Ok(Loaded { tokens, targets, count })
+        Ok(Loaded { inputs, targets, count })
     }
 
     /// Reads what the program loads, for the step after this one.
@@ -256,7 +276,8 @@ impl Executor {
     /// What a layer is fed, taken from the values.
     fn feed(&self, step: &mut Step, layer: usize, samples: Samples) -> Feed {
         match self.chain.layers[layer].kind {
-            LayerKind::Embedding(_) => Feed::Tokens(step.take_tensor(Value::Tokens(samples))),
+            LayerKind::Embedding(_) => Feed::Tokens(step.take_tensor(Value::Inputs(samples))),
+            LayerKind::Patches(_) => Feed::Images(step.take_tensor(Value::Inputs(samples))),
             LayerKind::Block(_) => {
                 Feed::Hidden(step.take_tensor(Value::Activation { layer: layer - 1, samples }))
             }
@@ -275,7 +296,7 @@ impl Executor {
             Keep::Nothing => Retention::Nothing,
         };
         let scale = step.loss_scale();
-        let loss = LossSink { sum: &mut self.loss, scale };
+        let loss = LossSink { sum: &mut self.loss, scale, correct: Some(&mut self.correct) };
         let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
         let call = context.call(step, layer, samples, self.sequence);
         let parameters = context.parameters(step, layer);
@@ -296,7 +317,7 @@ impl Executor {
 
     fn recompute(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
         let input = step.take_saved(Value::Input { layer, samples });
-        let loss = LossSink { sum: &mut self.discarded_loss, scale: step.loss_scale() };
+        let loss = LossSink { sum: &mut self.discarded_loss, scale: step.loss_scale(), correct: None };
         let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
         let call = context.call(step, layer, samples, self.sequence);
         let parameters = context.parameters(step, layer);
@@ -355,8 +376,9 @@ impl Executor {
         if !step.sums_loss {
             return Ok(());
         }
-        let scalars = self.device.scalars(&[&self.loss, &self.norm_squared])?;
+        let scalars = self.device.scalars(&[&self.loss, &self.norm_squared, &self.correct])?;
         step.outcome.loss_sum = scalars[0];
+        step.outcome.correct = self.chain.image.map(|_| scalars[2] as u64);
         let loss = step.outcome.loss();
         if step.training && !loss.is_finite() {
             return Err(step.not_finite("loss", loss));
@@ -500,7 +522,7 @@ impl Step<'_> {
     fn count_targets(&self) -> Result {
         if self.training && self.outcome.targets == 0 {
             let samples = self.values.keys().filter_map(|value| match value {
-                Value::Tokens(samples) => Some(samples.count()),
+                Value::Inputs(samples) => Some(samples.count()),
                 _ => None,
             });
             return Err(EngineError::NoTargets { step: self.input.step + 1, samples: samples.sum() });

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use shoal_data::Inputs;
 use shoal_kernels::random::fold;
 use shoal_kernels::{CpuDevice, Device};
 use shoal_model::{Chain, Precision};
@@ -37,7 +38,8 @@ struct Prompts<'a> {
 }
 
 impl Batch for Prompts<'_> {
-    fn read(&self, samples: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result {
+    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result {
+        let tokens = inputs.tokens();
         tokens.copy_from_slice(&self.tokens[samples.start * self.length..samples.end * self.length]);
         targets.fill(-1);
         Ok(())

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
+use shoal_data::Inputs;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
 use shoal_model::{Chain, Precision, hugging_face};
 use shoal_nn::{Decay, GradientSum, OptimizerKind, OptimizerSettings};
@@ -129,31 +130,45 @@ struct Losses {
     grad_norms: Vec<f64>,
 }
 
-/// Rows of tokens and targets.
+/// What goes in.
+#[derive(Clone)]
+enum Given {
+    Tokens(Vec<i32>),
+    Images(Vec<f32>),
+}
+
+/// Samples and their targets.
 #[derive(Clone)]
 struct Rows {
+    samples: usize,
     sequence: usize,
-    tokens: Vec<i32>,
+    given: Given,
     targets: Vec<i32>,
 }
 
 impl Rows {
-    fn samples(&self) -> usize {
-        self.tokens.len() / self.sequence
-    }
-
     /// The same samples cut to their first `length` tokens.
     fn prefix(&self, length: usize) -> Rows {
         let cut = |rows: &[i32]| rows.chunks(self.sequence).flat_map(|row| row[..length].to_vec()).collect();
-        Rows { sequence: length, tokens: cut(&self.tokens), targets: cut(&self.targets) }
+        let Given::Tokens(tokens) = &self.given else { panic!("an image has no beginning") };
+        let given = Given::Tokens(cut(tokens));
+        Rows { samples: self.samples, sequence: length, given, targets: cut(&self.targets) }
+    }
+
+    /// What samples have of something that all of them have equally much of.
+    fn part<'a, T>(&self, samples: &Range<usize>, all: &'a [T]) -> &'a [T] {
+        let each = all.len() / self.samples;
+        &all[samples.start * each..samples.end * each]
     }
 }
 
 impl Batch for Rows {
-    fn read(&self, samples: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result {
-        let range = samples.start * self.sequence..samples.end * self.sequence;
-        tokens.copy_from_slice(&self.tokens[range.clone()]);
-        targets.copy_from_slice(&self.targets[range]);
+    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result {
+        match &self.given {
+            Given::Tokens(tokens) => inputs.tokens().copy_from_slice(self.part(&samples, tokens)),
+            Given::Images(images) => inputs.images().copy_from_slice(self.part(&samples, images)),
+        }
+        targets.copy_from_slice(self.part(&samples, &self.targets));
         Ok(())
     }
 }
@@ -177,23 +192,62 @@ impl Expected<'_> {
         Ok(view.data().as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
     }
 
-    fn rows(&self, prefix: &str) -> Result<Rows> {
-        let integers = |name: &str| -> Result<(Vec<i32>, usize)> {
-            let name = format!("{prefix}{name}");
-            let view = self.file.tensor(&name).map_err(|error| self.bad(format!("{name}: {error}")))?;
-            let [_, sequence] = view.shape() else {
-                return Err(self.bad(format!("{name} has the shape {:?}, not two dimensions", view.shape())));
-            };
-            if view.dtype() != Dtype::I64 || *sequence == 0 {
-                return Err(self.bad(format!("{name} is not a matrix of I64")));
-            }
-            let words = view.data().as_chunks::<8>().0.iter();
-            Ok((words.map(|bytes| i64::from_le_bytes(*bytes) as i32).collect(), *sequence))
-        };
-        let (tokens, sequence) = integers("input")?;
-        let (targets, _) = integers("labels")?;
-        Ok(Rows { sequence, tokens, targets })
+    fn shape(&self, name: &str) -> Result<Vec<usize>> {
+        let view = self.file.tensor(name).map_err(|error| self.bad(format!("{name}: {error}")))?;
+        Ok(view.shape().to_vec())
     }
+
+    fn integers(&self, name: &str) -> Result<Vec<i32>> {
+        let view = self.file.tensor(name).map_err(|error| self.bad(format!("{name}: {error}")))?;
+        if view.dtype() != Dtype::I64 {
+            return Err(self.bad(format!("{name} is {:?}, not I64", view.dtype())));
+        }
+        let words = view.data().as_chunks::<8>().0.iter();
+        Ok(words.map(|bytes| i64::from_le_bytes(*bytes) as i32).collect())
+    }
+
+    fn rows(&self, chain: &Chain, prefix: &str) -> Result<Rows> {
+        let (input, labels) = (format!("{prefix}input"), format!("{prefix}labels"));
+        let shape = self.shape(&input)?;
+        let samples = shape.first().copied().unwrap_or_default();
+        let (sequence, fits) = match chain.image {
+            Some(image) => (chain.positions, shape[1..] == [image.channels, image.size, image.size]),
+            None => (shape.get(1).copied().unwrap_or_default(), shape.len() == 2),
+        };
+        let targets = self.integers(&labels)?;
+        if !fits || samples == 0 || sequence == 0 || targets.len() != samples * chain.targets(sequence) {
+            let lengths = targets.len();
+            return Err(self.bad(format!("{input} of the shape {shape:?} does not fit {lengths} labels")));
+        }
+        let given = match chain.image {
+            Some(_) => Given::Images(self.floats(&input)?),
+            None => Given::Tokens(self.integers(&input)?),
+        };
+        Ok(Rows { samples, sequence, given, targets })
+    }
+
+    /// The reference's gradient of a tensor.
+    fn gradient(&self, name: &str) -> Result<Vec<f32>> {
+        let ours = format!("grad.{name}");
+        if self.file.tensor(&ours).is_ok() {
+            return self.floats(&ours);
+        }
+        self.floats(&format!("grad.{}", computed_name(name)))
+    }
+}
+
+/// What newer versions of transformers call a ViT's tensor while they compute; their files keep the older name.
+fn computed_name(name: &str) -> String {
+    let renamed = [
+        (".encoder.layer.", ".layers."),
+        (".attention.attention.query.", ".attention.q_proj."),
+        (".attention.attention.key.", ".attention.k_proj."),
+        (".attention.attention.value.", ".attention.v_proj."),
+        (".attention.output.dense.", ".attention.o_proj."),
+        (".intermediate.dense.", ".mlp.fc1."),
+        (".output.dense.", ".mlp.fc2."),
+    ];
+    renamed.iter().fold(name.to_owned(), |name, (then, now)| name.replace(then, now))
 }
 
 fn norm(values: impl Iterator<Item = f64>) -> f64 {
@@ -233,12 +287,12 @@ pub fn check(dir: &Path, settings: GoldenSettings) -> Result<GoldenReport> {
         decay: Decay::All,
         clip_norm: Some(1.0),
     };
-    let first = expected.rows("")?;
+    let first = expected.rows(&chain, "")?;
     let device = settings.device.open(settings.precision)?;
     let bench = Bench { chain: &chain, folder: &folder, optimizer: &optimizer, settings, device };
     let (losses_found, norms_found, gradients) = {
         let batches: Vec<Rows> =
-            (0..).map_while(|index| expected.rows(&format!("batch{index}.")).ok()).collect();
+            (0..).map_while(|index| expected.rows(&chain, &format!("batch{index}.")).ok()).collect();
         let batches = if batches.is_empty() { vec![first.clone()] } else { batches };
         let gradients = bench.gradients(&first)?;
         let (losses_found, norms_found) = bench.steps(&batches, losses.losses.len())?;
@@ -248,7 +302,7 @@ pub fn check(dir: &Path, settings: GoldenSettings) -> Result<GoldenReport> {
     let expected_logits = expected.floats("logits")?;
     let mut references = Vec::new();
     for spec in &chain.tensors {
-        references.push(expected.floats(&format!("grad.{}", spec.name))?);
+        references.push(expected.gradient(&spec.name)?);
     }
     let global = norm(references.iter().map(|reference| length(reference)));
     let apart = norm(gradients.iter().zip(&references).map(|(found, reference)| distance(found, reference)));
@@ -302,13 +356,13 @@ impl Bench<'_> {
     fn shape(&self, rows: &Rows) -> StepShape {
         let optimizer_states = self.optimizer.state_names().len();
         let precision = self.settings.precision;
-        StepShape { global_batch: rows.samples(), sequence: rows.sequence, precision, optimizer_states }
+        StepShape { global_batch: rows.samples, sequence: rows.sequence, precision, optimizer_states }
     }
 
     /// Trains over the batches in turn; losses and gradient norms of each step.
     fn train(&self, executor: &mut Executor, batches: &[Rows], steps: usize) -> Result<(Vec<f64>, Vec<f64>)> {
         let wanted = Preferences {
-            micro_batch: self.settings.micro_batch.map(|size| size.min(batches[0].samples())),
+            micro_batch: self.settings.micro_batch.map(|size| size.min(batches[0].samples)),
             activations: self.settings.activations,
             layer_first: self.settings.layer_first,
         };
@@ -347,10 +401,10 @@ impl Bench<'_> {
         self.train(&mut executor, batches, steps)
     }
 
-    /// Logits of every position: of the whole where each position has its own, else the next-token logits of
-    /// every prefix.
+    /// All logits: of the whole at once where a position's are not the next token's, else the next-token logits
+    /// of every prefix.
     fn logits(&self, rows: &Rows) -> Result<Vec<f32>> {
-        let (samples, sequence, vocabulary) = (rows.samples(), rows.sequence, self.chain.vocabulary);
+        let (samples, sequence, vocabulary) = (rows.samples, rows.sequence, self.chain.vocabulary);
         let mut executor = self.executor(sequence, false)?;
         if !self.chain.causal {
             return self.predict(&mut executor, rows);
@@ -367,7 +421,7 @@ impl Bench<'_> {
     }
 
     fn predict(&self, executor: &mut Executor, rows: &Rows) -> Result<Vec<f32>> {
-        let micro_batch = self.settings.micro_batch.unwrap_or(usize::MAX).min(rows.samples());
+        let micro_batch = self.settings.micro_batch.unwrap_or(usize::MAX).min(rows.samples);
         let plan = table(self.chain, self.shape(rows), &self.offer(), micro_batch, Activations::Keep, false);
         let program = compile(&plan, self.chain, Purpose::Predict)?;
         verify(&program, &plan, self.chain, Purpose::Predict)?;

@@ -24,11 +24,16 @@ pub struct StepRecord {
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub loss_scale: Option<f32>,
     pub lr: f64,
-    /// Target tokens of this step.
+    /// Targets of this step: tokens, or images.
     pub tokens: u64,
+    /// The share of images whose class was predicted rightly, where samples are images.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub accuracy: Option<f64>,
     /// Held-out loss, at the steps that measure it.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_loss: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub eval_accuracy: Option<f64>,
     pub step_ms: f64,
     pub tokens_per_s: f64,
     /// Useful operations over the measured matrix rate, by device kind.
@@ -144,7 +149,9 @@ mod tests {
             loss_scale: None,
             lr: 0.1,
             tokens: 10,
+            accuracy: None,
             eval_loss: None,
+            eval_accuracy: None,
             step_ms: 1.0,
             tokens_per_s: 10.0,
             mfu: Default::default(),

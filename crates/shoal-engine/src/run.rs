@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use shoal_data::{Dataset, Order};
+use shoal_data::{Dataset, Inputs, Order};
 use shoal_kernels::Tensor;
 use shoal_model::{Chain, Precision};
 use shoal_nn::{OptimizerSettings, Schedule};
@@ -17,7 +17,7 @@ use shoal_plan::{Activations, DeviceOffer, Plan, Program, Purpose, StepShape, co
 use shoal_state::checkpoint::{Checkpoint, Entry, Header, Store};
 
 use crate::error::{EngineError, Result};
-use crate::executor::{Batch, Executor, StepInput};
+use crate::executor::{Batch, Executor, StepInput, StepOutcome};
 use crate::identity::Identity;
 use crate::loss_scale::LossScale;
 use crate::metrics::{Metrics, StepRecord};
@@ -80,12 +80,12 @@ struct Window<'a> {
 }
 
 impl Batch for Window<'_> {
-    fn read(&self, samples: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result {
-        let sequence = self.data.sequence();
-        let rows = tokens.chunks_mut(sequence).zip(targets.chunks_mut(sequence));
-        for (sample, (tokens, targets)) in samples.zip(rows) {
+    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result {
+        let each = (targets.len() / samples.len().max(1)).max(1);
+        let rooms = inputs.of_each(samples.len()).into_iter().zip(targets.chunks_mut(each));
+        for (sample, (inputs, targets)) in samples.zip(rooms) {
             let (epoch, index) = self.order.index(self.first + sample as u64);
-            self.data.read(epoch, index, tokens, targets)?;
+            self.data.read(epoch, index, inputs, targets)?;
         }
         Ok(())
     }
@@ -174,7 +174,8 @@ impl Run {
             if let Some(every) = self.settings.eval_every
                 && (finished || due(every, self.step, evaluated_at, Duration::ZERO))
             {
-                record.eval_loss = Some(self.evaluate()?);
+                let held_out = self.evaluate()?;
+                (record.eval_loss, record.eval_accuracy) = (Some(held_out.loss()), held_out.accuracy());
                 evaluated_at = Instant::now();
             }
             self.metrics.append(&record)?;
@@ -236,7 +237,9 @@ impl Run {
             loss_scale: self.loss_scale.map(|_| scale),
             lr,
             tokens: outcome.targets,
+            accuracy: outcome.accuracy(),
             eval_loss: None,
+            eval_accuracy: None,
             step_ms: seconds * 1e3,
             tokens_per_s: outcome.targets as f64 / seconds,
             mfu: BTreeMap::from([(settings.device_kind.clone(), useful / settings.peak_flops_per_second)]),
@@ -247,11 +250,11 @@ impl Run {
         })
     }
 
-    /// Mean loss over every target token of the held-out set.
-    fn evaluate(&mut self) -> Result<f64> {
-        let Some(data) = &self.eval_data else { return Ok(f64::NAN) };
+    /// The losses of every target of the held-out set, and how many were predicted rightly.
+    fn evaluate(&mut self) -> Result<StepOutcome> {
+        let mut whole = StepOutcome::default();
+        let Some(data) = &self.eval_data else { return Ok(whole) };
         let order = Order::new(data.len(), 0, false);
-        let (mut loss_sum, mut targets) = (0.0, 0);
         let batch_size = self.plan.global_batch as u64;
         let mut first = 0;
         while first < data.len() {
@@ -263,11 +266,12 @@ impl Run {
             let batch = Window { data, order: &order, first };
             let input = StepInput::evaluate(self.step, &batch);
             let outcome = self.executor.run(&self.eval_programs[&samples], &input)?;
-            loss_sum += outcome.loss_sum;
-            targets += outcome.targets;
+            whole.loss_sum += outcome.loss_sum;
+            whole.targets += outcome.targets;
+            whole.correct = outcome.correct.map(|correct| correct + whole.correct.unwrap_or(0));
             first += samples as u64;
         }
-        Ok(loss_sum / targets as f64)
+        Ok(whole)
     }
 
     fn save(&mut self, on_event: &mut dyn FnMut(RunEvent)) -> Result {

@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use shoal_data::Inputs;
 use shoal_engine::executor::Batch;
 use shoal_engine::{EngineError, Executor, ModelState, StepInput};
 use shoal_kernels::device::DeviceError;
@@ -29,12 +30,8 @@ struct RandomTokens {
 }
 
 impl Batch for RandomTokens {
-    fn read(
-        &self,
-        samples: Range<usize>,
-        tokens: &mut [i32],
-        targets: &mut [i32],
-    ) -> Result<(), EngineError> {
+    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result<(), EngineError> {
+        let tokens = inputs.tokens();
         let token = |place: usize| (mix64(place as u64) % self.vocabulary as u64) as i32;
         let first = samples.start * tokens.len();
         for (index, (input, target)) in tokens.iter_mut().zip(targets).enumerate() {

@@ -1,5 +1,5 @@
-//! The mathematics of GPT-2, Llama, Qwen2 and BERT against transformers: logits, every gradient, and twelve steps
-//! of AdamW, whichever micro-batches cut the batch and whatever is kept; on the CPU, and on a GPU where there
+//! The mathematics of GPT-2, Llama, Qwen2, BERT and ViT against transformers: logits, every gradient, and twelve
+//! steps of AdamW, whichever micro-batches cut the batch and whatever is kept; on the CPU, and on a GPU where there
 //! is one.
 
 use std::path::{Path, PathBuf};
@@ -82,6 +82,11 @@ fn bert_agrees_with_transformers() {
 }
 
 #[test]
+fn vit_agrees_with_transformers() {
+    compare("vit");
+}
+
+#[test]
 fn gpt2_agrees_on_a_gpu() {
     compare_on_gpu("gpt2");
 }
@@ -99,4 +104,9 @@ fn qwen2_agrees_on_a_gpu() {
 #[test]
 fn bert_agrees_on_a_gpu() {
     compare_on_gpu("bert");
+}
+
+#[test]
+fn vit_agrees_on_a_gpu() {
+    compare_on_gpu("vit");
 }

@@ -5,11 +5,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use proptest::prelude::*;
+use shoal_data::Inputs;
 use shoal_engine::executor::Batch;
 use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome};
 use shoal_kernels::random::{fill_normal, fold, mix64};
 use shoal_kernels::{Arena, CpuDevice, Device};
-use shoal_model::{Activation, Chain, Dropout, ModelConfig, Precision, presets};
+use shoal_model::{Activation, Chain, Dropout, ImageShape, ModelConfig, Precision, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::one_device::table;
 use shoal_plan::{
@@ -18,23 +19,27 @@ use shoal_plan::{
 
 const BUDGET_BYTES: u64 = 64 << 20;
 
-/// Random tokens; some targets are ignored.
+/// Random tokens or images; some targets are ignored.
 struct RandomBatch {
-    sequence: usize,
     vocabulary: usize,
 }
 
 impl Batch for RandomBatch {
-    fn read(
-        &self,
-        samples: Range<usize>,
-        tokens: &mut [i32],
-        targets: &mut [i32],
-    ) -> Result<(), EngineError> {
-        let first = samples.start * self.sequence;
-        for (place, (token, target)) in tokens.iter_mut().zip(targets).enumerate() {
+    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result<(), EngineError> {
+        let first = samples.start * (targets.len() / samples.len());
+        match inputs {
+            Inputs::Tokens(tokens) => {
+                for (place, token) in tokens.iter_mut().enumerate() {
+                    *token = (mix64((first + place) as u64) % self.vocabulary as u64) as i32;
+                }
+            }
+            Inputs::Images(images) => {
+                let before = samples.start * (images.len() / samples.len());
+                fill_normal(images, 9, before as u64, 1.0);
+            }
+        }
+        for (place, target) in targets.iter_mut().enumerate() {
             let draw = mix64((first + place) as u64);
-            *token = (draw % self.vocabulary as u64) as i32;
             // However unlucky the draw, the batch's first position counts.
             let ignored = (draw >> 40).is_multiple_of(4) && first + place > 0;
             *target = if ignored { -100 } else { ((draw >> 20) % self.vocabulary as u64) as i32 };
@@ -110,7 +115,7 @@ impl Case {
     }
 
     fn run(&self, executor: &mut Executor, program: &Program, step: u64) -> StepOutcome {
-        let batch = RandomBatch { sequence: self.sequence, vocabulary: self.config.vocabulary };
+        let batch = RandomBatch { vocabulary: self.config.vocabulary };
         let settings = optimizer();
         let input = StepInput::train(step, 5, 1e-3, &settings, &batch);
         executor.run(program, &input).unwrap()
@@ -149,13 +154,19 @@ fn optimizer() -> OptimizerSettings {
 fn config() -> impl Strategy<Value = ModelConfig> {
     let sizes = (1usize..3, 1usize..4, 1usize..3, 1usize..7, 3usize..40);
     let flags = any::<[bool; 4]>();
-    (sizes, flags, 0usize..3, 0usize..3).prop_map(
+    (sizes, flags, 0usize..4, 0usize..3).prop_map(
         |((layers, kv, group, half, vocabulary), flags, kind, drop)| {
             let [tied, bias, output_bias, mlp_bias] = flags;
             let (heads, head) = (kv * group, 2 * half);
             // A norm over two or four numbers is nearly a step function: no difference could follow it.
             let head = if kind > 0 && heads * head < 8 { 8 } else { head };
-            let mut config = if kind == 2 {
+            let mut config = if kind == 3 {
+                let image = ImageShape { channels: kv, size: 4 * layers, patch: 2 * group };
+                let mut vit = presets::vit(image, vocabulary, heads * head, layers, heads, 14);
+                vit.qkv_bias = bias;
+                vit.label_smoothing = if output_bias { 0.1 } else { 0.0 };
+                vit
+            } else if kind == 2 {
                 let mut bert = presets::bert(vocabulary, heads * head, layers, heads, 14, 90);
                 bert.activation = if bias { Activation::GeluErf } else { Activation::GeluTanh };
                 bert.token_types = 1 + usize::from(mlp_bias);
@@ -172,7 +183,7 @@ fn config() -> impl Strategy<Value = ModelConfig> {
                 llama.mlp_bias = mlp_bias;
                 llama
             };
-            config.tied = tied;
+            config.tied = tied && config.image.is_none();
             // Not so much that a whole row may be dropped: the norm of a row of zeros is infinitely steep.
             let rate = [0.0, 0.1, 0.2][drop];
             config.dropout = Dropout { embedding: rate, attention: rate, residual: rate };
@@ -185,6 +196,7 @@ fn case() -> impl Strategy<Value = Case> {
     let shape = (1usize..6, prop_oneof![9 => 2usize..12, 1 => 65usize..80], 1usize..6);
     (config(), shape, any::<[bool; 2]>(), 1usize..3).prop_map(|(config, shape, flags, threads)| {
         let (global_batch, sequence, micro_batch) = shape;
+        let sequence = if config.image.is_some() { config.positions } else { sequence };
         Case {
             config,
             global_batch,
@@ -303,7 +315,7 @@ fn small_case() -> Case {
 fn a_step_that_overflows_is_skipped_exactly() {
     let case = small_case();
     let (_, program) = case.own_plan();
-    let (settings, batch) = (optimizer(), RandomBatch { sequence: 4, vocabulary: case.config.vocabulary });
+    let (settings, batch) = (optimizer(), RandomBatch { vocabulary: case.config.vocabulary });
     let state = |executor: &Executor| -> Vec<Vec<f32>> {
         let all = executor.state.tensors.iter();
         all.flat_map(|held| std::iter::once(&held.parameter).chain(&held.optimizer))
@@ -334,8 +346,8 @@ fn a_step_that_overflows_is_skipped_exactly() {
 fn a_step_without_any_target_is_refused_before_it_divides_by_nothing() {
     struct NoTargets;
     impl Batch for NoTargets {
-        fn read(&self, _: Range<usize>, tokens: &mut [i32], targets: &mut [i32]) -> Result<(), EngineError> {
-            tokens.fill(1);
+        fn read(&self, _: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result<(), EngineError> {
+            inputs.tokens().fill(1);
             targets.fill(-100);
             Ok(())
         }

@@ -196,6 +196,23 @@ impl AttentionShape {
     }
 }
 
+/// Images, each in rows of its own: one of zeros, then one a patch.
+#[derive(Clone, Copy, Debug)]
+pub struct PatchShape {
+    pub samples: usize,
+    pub channels: usize,
+    /// Rows of pixels, and columns; a multiple of `patch`.
+    pub size: usize,
+    pub patch: usize,
+}
+
+impl PatchShape {
+    /// Rows of one image.
+    pub fn rows(&self) -> usize {
+        (self.size / self.patch).pow(2) + 1
+    }
+}
+
 /// Where elements are dropped: the mask is a function of this and of (sample, row, column).
 #[derive(Clone, Copy, Debug)]
 pub struct DropoutSite {
@@ -213,6 +230,14 @@ pub enum LossMode {
     Gradient { scale: f32 },
     /// Nothing of use: only the loss is wanted.
     LossOnly,
+}
+
+/// The cross-entropy of classes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ClassLoss {
+    pub mode: LossMode,
+    /// The share of each target that is spread evenly over all classes.
+    pub smoothing: f32,
 }
 
 /// Whether gradients are applied at all, and by how much: decided on the device, where norm and loss lie, so
@@ -495,6 +520,23 @@ pub trait Device: Send + Sync {
         accumulate: bool,
     ) -> Result;
 
+    /// Gathers images (f32, [channels, size, size] each) in rows: one of zeros, which leaves room for a row that is
+    /// not of the image, then one a patch, its pixels channel by channel.
+    fn patches(&self, shape: PatchShape, images: &Tensor, out: &mut Tensor) -> Result;
+
+    /// Of each sample of `sequence` rows the first becomes `first`; then every row has its position's row added.
+    fn place_rows(
+        &self,
+        sequence: usize,
+        width: usize,
+        first: &Tensor,
+        positions: &Tensor,
+        out: &mut Tensor,
+    ) -> Result;
+
+    /// Rows of `to` become those of `from`, or zeros.
+    fn set_rows(&self, from: Option<Mat>, to: MatMut) -> Result;
+
     /// `out = residual + dropped x`, rows of `cols` in samples of `sequence` rows; without a residual just
     /// the dropped `x`. `x` and `out` are the same tensor.
     fn dropout(
@@ -526,6 +568,18 @@ pub trait Device: Send + Sync {
         mode: LossMode,
         logits: MatMut,
         loss: &mut Tensor,
+    ) -> Result;
+
+    /// The same for classes, of which there are few: the targets may be smoothed, and rows whose likeliest class is
+    /// their target are added to the scalar `correct`.
+    fn class_loss(
+        &self,
+        targets: &Tensor,
+        first: usize,
+        settings: ClassLoss,
+        logits: MatMut,
+        loss: &mut Tensor,
+        correct: Option<&mut Tensor>,
     ) -> Result;
 
     /// Sets the scalar to the sum of squares over all the tensors.

@@ -1,7 +1,7 @@
 //! Parameters and floating-point operations by arithmetic. Counted are the matrix products a step cannot
 //! do without: recomputation is overhead, not work, and the causal half of attention is counted as half.
 
-use crate::chain::{BlockSpec, Chain, LayerKind};
+use crate::chain::{BlockSpec, Chain, LayerKind, PatchSpec};
 use crate::config::Activation;
 
 impl Chain {
@@ -15,9 +15,11 @@ impl Chain {
         self.layers.iter().map(|layer| layer.kind.forward_flops(sequence)).sum()
     }
 
-    /// Operations of one sample's training step: the backward costs two products per forward one.
+    /// Operations of one sample's training step: the backward costs two products per forward one, but for
+    /// images, which have no gradient.
     pub fn training_flops(&self, sequence: usize) -> u64 {
-        3 * self.forward_flops(sequence)
+        let products = |kind: &LayerKind| if matches!(kind, LayerKind::Patches(_)) { 2 } else { 3 };
+        self.layers.iter().map(|layer| products(&layer.kind) * layer.kind.forward_flops(sequence)).sum()
     }
 }
 
@@ -26,10 +28,13 @@ impl LayerKind {
     pub fn forward_flops(&self, sequence: usize) -> u64 {
         match self {
             LayerKind::Embedding(_) => 0,
+            LayerKind::Patches(PatchSpec { image, width, .. }) => {
+                2 * image.patches() as u64 * image.patch_elements() as u64 * *width as u64
+            }
             LayerKind::Block(block) => block_flops(block, sequence),
             LayerKind::Head(head) => {
                 let transform = if head.transform.is_some() { head.width } else { 0 };
-                2 * sequence as u64 * head.width as u64 * (head.vocabulary + transform) as u64
+                2 * head.rows(1, sequence) as u64 * head.width as u64 * (head.vocabulary + transform) as u64
             }
         }
     }
@@ -61,5 +66,13 @@ mod tests {
         let estimate = 6.0 * chain.parameters() as f64;
         // Attention adds, the position table takes away.
         assert!(per_token > estimate && per_token < 1.1 * estimate, "{per_token} against {estimate}");
+    }
+
+    #[test]
+    fn an_image_costs_the_published_operations() {
+        let config = preset("vit-base").unwrap();
+        // 17.6 billion multiply-adds are published with the model, 2 operations each.
+        let forward = Chain::new(&config).forward_flops(config.positions) as f64;
+        assert!((forward / 2.0 / 17.56e9 - 1.0).abs() < 0.01, "{forward}");
     }
 }

@@ -2,12 +2,17 @@
 //! tensor is one entry that two layers name, so that a plan has one row for its state and both layers'
 //! gradients go to it.
 
-use crate::config::{Activation, Architecture, ModelConfig, Norm, NormPlace, Position};
+use crate::config::{Activation, Architecture, ImageShape, ModelConfig, Norm, NormPlace, Position};
 
 /// What a tensor is to its layer. A layer's tensors are looked up by slot, so that kernels need no names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Slot {
     TokenEmbedding,
+    /// From the pixels of a patch to its row.
+    PatchWeight,
+    PatchBias,
+    /// The row that stands before the patches.
+    ClassToken,
     PositionEmbedding,
     TokenTypeEmbedding,
     EmbeddingNormWeight,
@@ -58,7 +63,7 @@ impl Slot {
         )
     }
 
-    /// A row a token: padded where products want aligned rows.
+    /// A row a token or class: padded where products want aligned rows.
     pub fn is_output(self) -> bool {
         matches!(self, Slot::OutputWeight | Slot::OutputBias)
     }
@@ -101,6 +106,14 @@ pub struct EmbeddingSpec {
     pub dropout: f32,
 }
 
+/// Images to rows: a row for the class, then one a patch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PatchSpec {
+    pub image: ImageShape,
+    pub width: usize,
+    pub dropout: f32,
+}
+
 /// A transformer block.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockSpec {
@@ -137,6 +150,17 @@ impl BlockSpec {
     }
 }
 
+/// What a head's logits are about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Predicts {
+    /// At each position the next token.
+    NextToken,
+    /// At each position the token that belongs there.
+    OwnToken,
+    /// The class of the sample, at its first position alone.
+    Class,
+}
+
 /// Final norm, output projection and cross-entropy.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadSpec {
@@ -146,20 +170,33 @@ pub struct HeadSpec {
     pub transform: Option<Activation>,
     pub norm: Norm,
     pub norm_eps: f32,
-    /// Whether a position's logits are those of the next token; otherwise of its own.
-    pub next_token: bool,
+    pub predicts: Predicts,
+    /// The share of a target that is spread over all columns while training.
+    pub label_smoothing: f32,
 }
 
 impl HeadSpec {
-    /// Rows of logits that a prediction consists of: each sample's next token, or all of its positions.
+    /// Rows that have logits, and so targets.
+    pub fn rows(&self, samples: usize, sequence: usize) -> usize {
+        match self.predicts {
+            Predicts::NextToken | Predicts::OwnToken => samples * sequence,
+            Predicts::Class => samples,
+        }
+    }
+
+    /// Rows of logits that a prediction consists of: each sample's next token or class, or all of its positions.
     pub fn predicted_rows(&self, samples: usize, sequence: usize) -> usize {
-        if self.next_token { samples } else { samples * sequence }
+        match self.predicts {
+            Predicts::OwnToken => samples * sequence,
+            Predicts::NextToken | Predicts::Class => samples,
+        }
     }
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum LayerKind {
     Embedding(EmbeddingSpec),
+    Patches(PatchSpec),
     Block(BlockSpec),
     Head(HeadSpec),
 }
@@ -185,12 +222,17 @@ pub struct Chain {
     pub vocabulary: usize,
     /// Whether positions see only those before them and predict the next token.
     pub causal: bool,
+    /// The images that samples are; where there are none, samples are sequences of tokens.
+    pub image: Option<ImageShape>,
 }
 
 impl Chain {
     pub fn new(config: &ModelConfig) -> Chain {
         let mut builder = Builder { config, tensors: Vec::new() };
-        let mut layers = vec![builder.embedding()];
+        let mut layers = vec![match config.image {
+            None => builder.embedding(),
+            Some(image) => builder.patches(image),
+        }];
         layers.extend((0..config.layers).map(|index| builder.block(index)));
         layers.push(builder.head(&layers[0]));
         Chain {
@@ -200,7 +242,18 @@ impl Chain {
             positions: config.positions,
             vocabulary: config.vocabulary,
             causal: config.causal,
+            image: config.image,
         }
+    }
+
+    /// Numbers of one sample as it comes in: its tokens, or its pixels. Each has four bytes.
+    pub fn input_elements(&self, sequence: usize) -> usize {
+        self.image.map_or(sequence, |image| image.elements())
+    }
+
+    /// Targets of one sample.
+    pub fn targets(&self, sequence: usize) -> usize {
+        if self.image.is_some() { 1 } else { sequence }
     }
 
     /// Layers that use a tensor, in chain order: more than one where it is tied.
@@ -249,6 +302,7 @@ impl Builder<'_> {
             Architecture::Bert => {
                 ("bert.embeddings.word_embeddings.weight", "bert.embeddings.position_embeddings.weight")
             }
+            Architecture::Vit => unreachable!("it takes images"),
         };
         let shape = vec![c.vocabulary, c.width];
         let mut tensors = vec![self.tensor(Slot::TokenEmbedding, tokens.into(), shape, normal)];
@@ -276,6 +330,22 @@ impl Builder<'_> {
         Layer { name: "embedding".into(), kind, tensors }
     }
 
+    fn patches(&mut self, image: ImageShape) -> Layer {
+        let c = self.config;
+        let normal = Init::Normal(c.init_range);
+        let name = |part: &str| format!("vit.embeddings.{part}");
+        let weight = vec![c.width, image.channels, image.patch, image.patch];
+        let rows = [
+            (Slot::ClassToken, "cls_token", vec![1, 1, c.width], normal),
+            (Slot::PositionEmbedding, "position_embeddings", vec![1, c.positions, c.width], normal),
+            (Slot::PatchWeight, "patch_embeddings.projection.weight", weight, normal),
+            (Slot::PatchBias, "patch_embeddings.projection.bias", vec![c.width], Init::Zeros),
+        ];
+        let tensors = rows.map(|(slot, part, shape, init)| self.tensor(slot, name(part), shape, init)).into();
+        let kind = LayerKind::Patches(PatchSpec { image, width: c.width, dropout: c.dropout.embedding });
+        Layer { name: "patches".into(), kind, tensors }
+    }
+
     fn block(&mut self, index: usize) -> Layer {
         let c = self.config;
         let kind = LayerKind::Block(BlockSpec {
@@ -299,6 +369,7 @@ impl Builder<'_> {
             Architecture::Gpt2 => self.gpt2_block(index),
             Architecture::Llama | Architecture::Qwen2 => self.llama_block(index),
             Architecture::Bert => self.bert_block(index),
+            Architecture::Vit => self.vit_block(index),
         };
         Layer { name: format!("block {index}"), kind, tensors }
     }
@@ -389,6 +460,35 @@ impl Builder<'_> {
         rows.into_iter().map(|(slot, part, shape, init)| self.tensor(slot, name(part), shape, init)).collect()
     }
 
+    fn vit_block(&mut self, index: usize) -> Vec<(Slot, usize)> {
+        let c = self.config;
+        let name = |part: &str| format!("vit.encoder.layer.{index}.{part}");
+        let normal = Init::Normal(c.init_range);
+        let (w, f, q, k) = (c.width, c.mlp_width, c.query_width(), c.kv_width());
+        let rows: [(bool, Slot, &str, Vec<usize>, Init); 16] = [
+            (true, Slot::AttentionNormWeight, "layernorm_before.weight", vec![w], Init::Ones),
+            (true, Slot::AttentionNormBias, "layernorm_before.bias", vec![w], Init::Zeros),
+            (true, Slot::QueryWeight, "attention.attention.query.weight", vec![q, w], normal),
+            (c.qkv_bias, Slot::QueryBias, "attention.attention.query.bias", vec![q], Init::Zeros),
+            (true, Slot::KeyWeight, "attention.attention.key.weight", vec![k, w], normal),
+            (c.qkv_bias, Slot::KeyBias, "attention.attention.key.bias", vec![k], Init::Zeros),
+            (true, Slot::ValueWeight, "attention.attention.value.weight", vec![k, w], normal),
+            (c.qkv_bias, Slot::ValueBias, "attention.attention.value.bias", vec![k], Init::Zeros),
+            (true, Slot::AttentionOutputWeight, "attention.output.dense.weight", vec![w, q], normal),
+            (true, Slot::AttentionOutputBias, "attention.output.dense.bias", vec![w], Init::Zeros),
+            (true, Slot::MlpNormWeight, "layernorm_after.weight", vec![w], Init::Ones),
+            (true, Slot::MlpNormBias, "layernorm_after.bias", vec![w], Init::Zeros),
+            (true, Slot::UpWeight, "intermediate.dense.weight", vec![f, w], normal),
+            (true, Slot::UpBias, "intermediate.dense.bias", vec![f], Init::Zeros),
+            (true, Slot::DownWeight, "output.dense.weight", vec![w, f], normal),
+            (true, Slot::DownBias, "output.dense.bias", vec![w], Init::Zeros),
+        ];
+        rows.into_iter()
+            .filter(|row| row.0)
+            .map(|(_, slot, part, shape, init)| self.tensor(slot, name(part), shape, init))
+            .collect()
+    }
+
     fn head(&mut self, embedding: &Layer) -> Layer {
         let c = self.config;
         let (norm_weight, norm_bias) = match c.architecture {
@@ -397,6 +497,7 @@ impl Builder<'_> {
             Architecture::Bert => {
                 ("cls.predictions.transform.LayerNorm.weight", "cls.predictions.transform.LayerNorm.bias")
             }
+            Architecture::Vit => ("vit.layernorm.weight", "vit.layernorm.bias"),
         };
         let mut tensors = Vec::new();
         if c.head_transform {
@@ -410,19 +511,30 @@ impl Builder<'_> {
             tensors.extend(rows.map(|(slot, part, shape, init)| self.tensor(slot, name(part), shape, init)));
         }
         tensors.extend(self.norm((Slot::FinalNormWeight, Slot::FinalNormBias), norm_weight, norm_bias));
+        let classes = c.image.is_some();
         tensors.push(if c.tied {
             (Slot::OutputWeight, embedding.tensors[0].1)
         } else {
+            let name = if classes { "classifier.weight" } else { "lm_head.weight" };
             let shape = vec![c.vocabulary, c.width];
-            self.tensor(Slot::OutputWeight, "lm_head.weight".into(), shape, Init::Normal(c.init_range))
+            self.tensor(Slot::OutputWeight, name.into(), shape, Init::Normal(c.init_range))
         });
+        if classes {
+            let name = "classifier.bias".into();
+            tensors.push(self.tensor(Slot::OutputBias, name, vec![c.vocabulary], Init::Zeros));
+        }
         let kind = LayerKind::Head(HeadSpec {
             vocabulary: c.vocabulary,
             width: c.width,
             transform: c.head_transform.then_some(c.activation),
             norm: c.norm,
             norm_eps: c.norm_eps,
-            next_token: c.causal,
+            predicts: match (classes, c.causal) {
+                (true, _) => Predicts::Class,
+                (false, true) => Predicts::NextToken,
+                (false, false) => Predicts::OwnToken,
+            },
+            label_smoothing: c.label_smoothing,
         });
         Layer { name: "head".into(), kind, tensors }
     }
@@ -453,6 +565,17 @@ mod tests {
         assert_eq!(chain.gradient_elements(bias, crate::Precision::Fp32), 257);
         assert_eq!(chain.gradient_elements(bias, crate::Precision::Bf16), 320);
         assert_eq!(chain.gradient_elements(0, crate::Precision::Bf16), 320 * 64);
+    }
+
+    #[test]
+    fn a_model_of_images_has_the_tensors_transformers_writes() {
+        let chain = Chain::new(&preset("vit-tiny").unwrap());
+        assert_eq!(chain.tensors.len(), 4 + 2 * 16 + 4);
+        assert_eq!((chain.input_elements(17), chain.targets(17)), (3 * 32 * 32, 1));
+        let shape = |name: &str| &chain.tensors.iter().find(|tensor| tensor.name == name).unwrap().shape;
+        assert_eq!(shape("vit.embeddings.patch_embeddings.projection.weight"), &[64, 3, 8, 8]);
+        assert_eq!(shape("vit.embeddings.position_embeddings"), &[1, 17, 64]);
+        assert_eq!(shape("classifier.weight"), &[10, 64]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! One description that covers every transformer we train. GPT-2, Llama, Qwen2 and BERT differ in a handful of
-//! choices (positions, norms and their place, activation, biases, tying, what attention sees); naming those choices here means that layers,
-//! arithmetic and kernels are written once.
+//! One description that covers every transformer we train. GPT-2, Llama, Qwen2, BERT and ViT differ in a handful of
+//! choices (what they take in, positions, norms and their place, activation, biases, tying, what attention sees);
+//! naming those choices here means that layers, arithmetic and kernels are written once.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,6 +12,7 @@ pub enum Architecture {
     Llama,
     Qwen2,
     Bert,
+    Vit,
 }
 
 /// How a token learns where it stands.
@@ -102,10 +103,40 @@ pub struct Dropout {
     pub residual: f32,
 }
 
-/// A transformer over tokens.
+/// The images a model takes, and the squares it cuts them into.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageShape {
+    pub channels: usize,
+    /// Rows of pixels, and columns.
+    pub size: usize,
+    /// Rows and columns of a patch; the size is a multiple of it.
+    pub patch: usize,
+}
+
+impl ImageShape {
+    /// Numbers of one image.
+    pub fn elements(&self) -> usize {
+        self.channels * self.size * self.size
+    }
+
+    pub fn patches(&self) -> usize {
+        (self.size / self.patch).pow(2)
+    }
+
+    /// Numbers of one patch.
+    pub fn patch_elements(&self) -> usize {
+        self.channels * self.patch * self.patch
+    }
+}
+
+/// A transformer over tokens, or over the patches of images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelConfig {
     pub architecture: Architecture,
+    /// What it takes in, if that is images: their patches, and a token of its own before them whose last row says
+    /// which class an image is of. Otherwise it takes tokens.
+    pub image: Option<ImageShape>,
+    /// Tokens that it can tell apart; classes, where it takes images.
     pub vocabulary: usize,
     pub width: usize,
     pub layers: usize,
@@ -137,9 +168,14 @@ pub struct ModelConfig {
     /// otherwise a norm and an output projection.
     pub head_transform: bool,
     pub dropout: Dropout,
+    /// The share of a target that is spread over the whole vocabulary while training.
+    pub label_smoothing: f32,
     /// Standard deviation of freshly drawn matrices.
     pub init_range: f32,
 }
+
+/// Channels, rows and columns of an image: so many that no product of them overflows.
+const IMAGE_SIZE_MAX: usize = 1 << 14;
 
 impl ModelConfig {
     /// Width of the joint query, key and value rows.
@@ -199,6 +235,23 @@ impl ModelConfig {
             if !(0.0..1.0).contains(&rate) {
                 return Some(format!("the {site} dropout is {rate}, not in 0..1"));
             }
+        }
+        if let Some(image) = self.image {
+            if image.channels == 0 || image.patch == 0 || !image.size.is_multiple_of(image.patch) {
+                return Some(format!(
+                    "images of {} channels and size {} cannot be cut into patches of {}",
+                    image.channels, image.size, image.patch
+                ));
+            }
+            if [image.channels, image.size].iter().any(|size| *size > IMAGE_SIZE_MAX) {
+                return Some(format!("an image's size is past the limit of {IMAGE_SIZE_MAX}"));
+            }
+            if self.positions != image.patches() + 1 {
+                return Some(format!("{} positions for {} patches", self.positions, image.patches()));
+            }
+        }
+        if !(0.0..1.0).contains(&self.label_smoothing) {
+            return Some(format!("the label smoothing is {}, not in 0..1", self.label_smoothing));
         }
         if self.head_transform && self.activation == Activation::SwiGlu {
             return Some("a gated activation has no place in the head".into());

@@ -2,7 +2,7 @@
 //! written down here, and a test there holds the two against each other: this is what lets a plan promise
 //! its peak before anything runs.
 
-use crate::chain::{BlockSpec, EmbeddingSpec, HeadSpec, LayerKind};
+use crate::chain::{BlockSpec, EmbeddingSpec, HeadSpec, LayerKind, PatchSpec, Predicts};
 use crate::config::{Activation, Norm, NormPlace};
 use crate::precision::Precision;
 
@@ -42,7 +42,7 @@ pub enum Retention {
 pub struct Footprint {
     /// The boundary activation the layer hands on (and, equally large, its gradient).
     pub output: u64,
-    /// The boundary activation (or tokens) the layer takes.
+    /// The boundary activation (or tokens, or images) the layer takes.
     pub input: u64,
     /// Everything kept between forward and backward, the input included.
     pub saved: u64,
@@ -74,13 +74,14 @@ impl Meter {
 }
 
 impl LayerKind {
-    /// The footprint of `samples` samples of `sequence` tokens.
+    /// The footprint of `samples` samples of `sequence` rows.
     pub fn footprint(&self, samples: usize, sequence: usize, precision: Precision) -> Footprint {
         let rows = samples * sequence;
         match self {
             LayerKind::Embedding(spec) => embedding(spec, rows, precision),
             LayerKind::Block(spec) => block(spec, rows, precision),
-            LayerKind::Head(spec) => head(spec, rows, precision),
+            LayerKind::Patches(spec) => patches(spec, samples, precision),
+            LayerKind::Head(spec) => head(spec, samples, sequence, precision),
         }
     }
 }
@@ -107,6 +108,23 @@ fn embedding(spec: &EmbeddingSpec, rows: usize, precision: Precision) -> Footpri
         recompute_peak: 0,
         // Those, and the gradient of the norm's input.
         backward_peak: if normed > 0 { normed + output } else { 0 },
+    }
+}
+
+fn patches(spec: &PatchSpec, samples: usize, precision: Precision) -> Footprint {
+    let rows = samples * (spec.image.patches() + 1);
+    let output = compute_bytes(rows * spec.width, precision);
+    let images = allocation_bytes(samples * spec.image.elements());
+    // Gathered again in the backward: the images themselves are what is kept.
+    let gathered = compute_bytes(rows * spec.image.patch_elements(), precision);
+    Footprint {
+        output,
+        input: images,
+        saved: images,
+        forward_peak: gathered + output,
+        forward_lean_peak: gathered + output,
+        recompute_peak: 0,
+        backward_peak: gathered,
     }
 }
 
@@ -181,25 +199,28 @@ fn block(spec: &BlockSpec, rows: usize, precision: Precision) -> Footprint {
     }
 }
 
-fn head(spec: &HeadSpec, rows: usize, precision: Precision) -> Footprint {
-    let boundary = compute_bytes(rows * spec.width, precision);
+fn head(spec: &HeadSpec, samples: usize, sequence: usize, precision: Precision) -> Footprint {
+    let boundary = compute_bytes(samples * sequence * spec.width, precision);
+    // From here on only the rows that have logits.
+    let rows = spec.rows(samples, sequence);
+    let normed = compute_bytes(rows * spec.width, precision);
     let statistics = allocation_bytes(rows * norm_statistics(spec.norm));
     let targets = allocation_bytes(rows);
     let columns = spec.logit_columns(precision);
     let logits = compute_bytes(rows * columns, precision);
     let chunk = compute_bytes(rows.min(head_chunk_rows(precision)) * columns, precision);
     // What the dense layer makes, and its activation.
-    let transformed = if spec.transform.is_some() { 2 * boundary } else { 0 };
+    let transformed = if spec.transform.is_some() { 2 * normed } else { 0 };
     Footprint {
         output: 0,
         input: boundary + targets,
         saved: boundary + targets + transformed + statistics + logits,
-        forward_peak: transformed + statistics + boundary + logits,
-        forward_lean_peak: transformed + statistics + boundary + chunk,
-        recompute_peak: transformed + statistics + boundary + logits,
+        forward_peak: transformed + statistics + normed + logits,
+        forward_lean_peak: transformed + statistics + normed + chunk,
+        recompute_peak: transformed + statistics + normed + logits,
         // The norm's output and the gradient of its input; where there is a dense layer, its input's gradient
-        // takes the place of the former.
-        backward_peak: 2 * boundary,
+        // takes the place of the former. Where not every row has logits, then the gradient of all.
+        backward_peak: 2 * normed + if spec.predicts == Predicts::Class { boundary } else { 0 },
     }
 }
 

@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use thiserror::Error;
 
 use crate::config::{
-    Activation, Architecture, Dropout, ModelConfig, Norm, NormPlace, Position, RotaryScaling,
+    Activation, Architecture, Dropout, ImageShape, ModelConfig, Norm, NormPlace, Position, RotaryScaling,
 };
 
 /// Why a `config.json` cannot be trained from. The caller knows the file and adds its name.
@@ -32,7 +32,7 @@ impl ConfigError {
                 Some("use the config.json that transformers' save_pretrained writes".into())
             }
             ConfigError::UnsupportedArchitecture { .. } => {
-                Some("supported are gpt2, llama, qwen2 and bert".into())
+                Some("supported are gpt2, llama, qwen2, bert and vit".into())
             }
             ConfigError::Unsupported { hint, .. } => Some((*hint).into()),
             ConfigError::Defect(_) => Some("correct the sizes in config.json".into()),
@@ -110,6 +110,7 @@ pub fn read(config: &Value) -> Result<ModelConfig, ConfigError> {
         Some("llama") => read_llama(&keys, Architecture::Llama)?,
         Some("qwen2") => read_llama(&keys, Architecture::Qwen2)?,
         Some("bert") => read_bert(&keys)?,
+        Some("vit") => read_vit(&keys)?,
         Some(other) => return Err(ConfigError::UnsupportedArchitecture { found: other.into() }),
         None => return Err(ConfigError::Missing { key: "model_type" }),
     };
@@ -143,6 +144,7 @@ fn read_gpt2(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     let scaled = keys.flag("scale_attn_weights", true)?;
     Ok(ModelConfig {
         architecture: Architecture::Gpt2,
+        image: None,
         vocabulary: keys.size("vocab_size")?,
         width,
         layers: keys.size("n_layer")?,
@@ -169,6 +171,7 @@ fn read_gpt2(keys: &Keys) -> Result<ModelConfig, ConfigError> {
             attention: keys.number("attn_pdrop", 0.1)? as f32,
             residual: keys.number("resid_pdrop", 0.1)? as f32,
         },
+        label_smoothing: 0.0,
         init_range: keys.number("initializer_range", 0.02)? as f32,
     })
 }
@@ -196,6 +199,7 @@ fn read_llama(keys: &Keys, architecture: Architecture) -> Result<ModelConfig, Co
     let attention_bias = keys.flag("attention_bias", false)?;
     Ok(ModelConfig {
         architecture,
+        image: None,
         vocabulary: keys.size("vocab_size")?,
         width,
         layers: keys.size("num_hidden_layers")?,
@@ -218,22 +222,36 @@ fn read_llama(keys: &Keys, architecture: Architecture) -> Result<ModelConfig, Co
         token_types: 0,
         head_transform: false,
         dropout: Dropout { attention: keys.number("attention_dropout", 0.0)? as f32, ..Dropout::default() },
+        label_smoothing: 0.0,
         init_range: keys.number("initializer_range", 0.02)? as f32,
     })
 }
 
+/// The activation of an encoder's MLP.
+fn gelu(keys: &Keys) -> Result<Activation, ConfigError> {
+    match keys.text("hidden_act", "gelu")?.as_str() {
+        "gelu" => Ok(Activation::GeluErf),
+        "gelu_new" | "gelu_pytorch_tanh" => Ok(Activation::GeluTanh),
+        other => Err(ConfigError::Unsupported {
+            key: "hidden_act",
+            found: format!("\"{other}\""),
+            hint: "supported are gelu, gelu_new and gelu_pytorch_tanh",
+        }),
+    }
+}
+
+/// Width and heads of an encoder; the first is a multiple of the second.
+fn width_and_heads(keys: &Keys) -> Result<(usize, usize), ConfigError> {
+    let (width, heads) = (keys.size("hidden_size")?, keys.size("num_attention_heads")?);
+    if heads == 0 || !width.is_multiple_of(heads) {
+        let sentence = format!("hidden_size {width} is not a multiple of num_attention_heads {heads}");
+        return Err(ConfigError::Defect(sentence));
+    }
+    Ok((width, heads))
+}
+
 fn read_bert(keys: &Keys) -> Result<ModelConfig, ConfigError> {
-    let activation = match keys.text("hidden_act", "gelu")?.as_str() {
-        "gelu" => Activation::GeluErf,
-        "gelu_new" | "gelu_pytorch_tanh" => Activation::GeluTanh,
-        other => {
-            return Err(ConfigError::Unsupported {
-                key: "hidden_act",
-                found: format!("\"{other}\""),
-                hint: "supported are gelu, gelu_new and gelu_pytorch_tanh",
-            });
-        }
-    };
+    let activation = gelu(keys)?;
     let positions = keys.text("position_embedding_type", "absolute")?;
     if positions != "absolute" {
         return Err(ConfigError::Unsupported {
@@ -252,11 +270,7 @@ fn read_bert(keys: &Keys) -> Result<ModelConfig, ConfigError> {
             return Err(ConfigError::Unsupported { key, found: (!supported).to_string(), hint });
         }
     }
-    let (width, heads) = (keys.size("hidden_size")?, keys.size("num_attention_heads")?);
-    if heads == 0 || !width.is_multiple_of(heads) {
-        let sentence = format!("hidden_size {width} is not a multiple of num_attention_heads {heads}");
-        return Err(ConfigError::Defect(sentence));
-    }
+    let (width, heads) = width_and_heads(keys)?;
     let token_types = keys.size_or("type_vocab_size", Some(2))?;
     if token_types == 0 {
         return Err(ConfigError::Defect("type_vocab_size is 0".into()));
@@ -265,6 +279,7 @@ fn read_bert(keys: &Keys) -> Result<ModelConfig, ConfigError> {
     let dropout = keys.number("hidden_dropout_prob", 0.1)? as f32;
     Ok(ModelConfig {
         architecture: Architecture::Bert,
+        image: None,
         vocabulary: keys.size("vocab_size")?,
         width,
         layers: keys.size("num_hidden_layers")?,
@@ -291,8 +306,68 @@ fn read_bert(keys: &Keys) -> Result<ModelConfig, ConfigError> {
             attention: keys.number("attention_probs_dropout_prob", 0.1)? as f32,
             residual: dropout,
         },
+        label_smoothing: 0.0,
         init_range: keys.number("initializer_range", 0.02)? as f32,
     })
+}
+
+fn read_vit(keys: &Keys) -> Result<ModelConfig, ConfigError> {
+    let activation = gelu(keys)?;
+    let (width, heads) = width_and_heads(keys)?;
+    let image = ImageShape {
+        channels: keys.size_or("num_channels", Some(3))?,
+        size: keys.size_or("image_size", Some(224))?,
+        patch: keys.size_or("patch_size", Some(16))?,
+    };
+    let positions = match image.patch {
+        0 => return Err(ConfigError::Defect("patch_size is 0".into())),
+        _ => (image.size / image.patch).saturating_pow(2).saturating_add(1),
+    };
+    let head_size = width / heads;
+    let dropout = keys.number("hidden_dropout_prob", 0.0)? as f32;
+    Ok(ModelConfig {
+        architecture: Architecture::Vit,
+        image: Some(image),
+        vocabulary: classes(keys)?,
+        width,
+        layers: keys.size("num_hidden_layers")?,
+        heads,
+        kv_heads: heads,
+        head_size,
+        mlp_width: keys.size("intermediate_size")?,
+        positions,
+        position: Position::Learned,
+        norm: Norm::Layer,
+        norm_eps: keys.number("layer_norm_eps", 1e-12)? as f32,
+        norm_place: NormPlace::Before,
+        activation,
+        causal: false,
+        attention_scale: 1.0 / (head_size as f32).sqrt(),
+        qkv_bias: keys.flag("qkv_bias", true)?,
+        attention_output_bias: true,
+        mlp_bias: true,
+        tied: false,
+        token_types: 0,
+        head_transform: false,
+        dropout: Dropout {
+            embedding: dropout,
+            attention: keys.number("attention_probs_dropout_prob", 0.0)? as f32,
+            residual: dropout,
+        },
+        label_smoothing: 0.0,
+        init_range: keys.number("initializer_range", 0.02)? as f32,
+    })
+}
+
+/// As many classes as have names; transformers writes no number, and takes two where there are no names.
+fn classes(keys: &Keys) -> Result<usize, ConfigError> {
+    match keys.get("id2label") {
+        None => keys.size_or("num_labels", Some(2)),
+        Some(value) => {
+            let names = value.as_object().ok_or_else(|| Keys::wrong("id2label", value, "an object"))?;
+            Ok(names.len())
+        }
+    }
 }
 
 /// Rotary parameters in either place that transformers has kept them: `rope_parameters`, or a top-level
@@ -341,8 +416,12 @@ pub fn write(config: &ModelConfig, original: Option<&Value>) -> Value {
         Architecture::Gpt2 => write_gpt2(config),
         Architecture::Llama | Architecture::Qwen2 => write_llama(config),
         Architecture::Bert => write_bert(config),
+        Architecture::Vit => write_vit(config),
     };
     out.extend(ours);
+    if config.architecture == Architecture::Vit {
+        name_classes(config.vocabulary, &mut out);
+    }
     // Older spellings of what `rope_parameters` now says.
     if out.contains_key("rope_parameters") {
         out.remove("rope_theta");
@@ -433,6 +512,39 @@ fn write_bert(c: &ModelConfig) -> Map<String, Value> {
         "type_vocab_size": c.token_types,
         "vocab_size": c.vocabulary,
     }))
+}
+
+fn write_vit(c: &ModelConfig) -> Map<String, Value> {
+    let Some(image) = c.image else { return Map::new() };
+    object(json!({
+        "architectures": ["ViTForImageClassification"],
+        "model_type": "vit",
+        "attention_probs_dropout_prob": short(c.dropout.attention),
+        "hidden_act": if c.activation == Activation::GeluErf { "gelu" } else { "gelu_new" },
+        "hidden_dropout_prob": short(c.dropout.residual),
+        "hidden_size": c.width,
+        "image_size": image.size,
+        "initializer_range": short(c.init_range),
+        "intermediate_size": c.mlp_width,
+        "layer_norm_eps": short(c.norm_eps),
+        "num_attention_heads": c.heads,
+        "num_channels": image.channels,
+        "num_hidden_layers": c.layers,
+        "patch_size": image.patch,
+        "qkv_bias": c.qkv_bias,
+    }))
+}
+
+/// Names for the classes, where the imported ones are not theirs: transformers counts them by their names.
+fn name_classes(classes: usize, out: &mut Map<String, Value>) {
+    if out.get("id2label").and_then(Value::as_object).is_some_and(|names| names.len() == classes) {
+        return;
+    }
+    let name = |class: usize| format!("LABEL_{class}");
+    let names: Map<_, _> = (0..classes).map(|class| (class.to_string(), json!(name(class)))).collect();
+    let numbers: Map<_, _> = (0..classes).map(|class| (name(class), json!(class))).collect();
+    out.insert("id2label".into(), Value::Object(names));
+    out.insert("label2id".into(), Value::Object(numbers));
 }
 
 fn write_rotary(c: &ModelConfig) -> Value {
@@ -529,6 +641,28 @@ mod tests {
             assert!(error.to_string().contains(key) && error.hint().is_some(), "{error}");
         }
         assert_eq!(with("hidden_act", json!("gelu_new")).unwrap().activation, Activation::GeluTanh);
+    }
+
+    #[test]
+    fn a_vit_that_cannot_be_trained_exactly_is_refused_and_its_classes_keep_their_names() {
+        let config = preset("vit-tiny").unwrap();
+        let base = write(&config, None);
+        for (key, value) in [
+            ("image_size", json!(30)),
+            ("image_size", json!([32, 64])),
+            ("patch_size", json!(0)),
+            ("hidden_act", json!("relu")),
+            ("id2label", json!({})),
+        ] {
+            let mut changed = base.clone();
+            changed[key] = value;
+            assert!(read(&changed).unwrap_err().hint().is_some(), "{key}");
+        }
+        let mut named = base.clone();
+        named["id2label"]["3"] = json!("a gull");
+        assert_eq!(write(&config, Some(&named))["id2label"]["3"], "a gull");
+        let fewer = ModelConfig { vocabulary: 4, ..config };
+        assert_eq!(write(&fewer, Some(&named))["id2label"]["3"], "LABEL_3");
     }
 
     #[test]

@@ -18,8 +18,12 @@ pub mod hugging_face;
 pub mod precision;
 pub mod presets;
 
-pub use chain::{BlockSpec, Chain, EmbeddingSpec, HeadSpec, Init, Layer, LayerKind, Slot, TensorSpec};
-pub use config::{Activation, Architecture, Dropout, ModelConfig, Norm, NormPlace, Position, RotaryScaling};
+pub use chain::{
+    BlockSpec, Chain, EmbeddingSpec, HeadSpec, Init, Layer, LayerKind, PatchSpec, Predicts, Slot, TensorSpec,
+};
+pub use config::{
+    Activation, Architecture, Dropout, ImageShape, ModelConfig, Norm, NormPlace, Position, RotaryScaling,
+};
 pub use footprint::{Footprint, Retention};
 pub use hugging_face::ConfigError;
 pub use precision::Precision;

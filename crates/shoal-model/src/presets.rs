@@ -1,7 +1,7 @@
 //! The usual sizes by name, so that a job can say `preset = "gpt2-124m"` and have no folder at hand.
 
 use crate::config::{
-    Activation, Architecture, Dropout, ModelConfig, Norm, NormPlace, Position, RotaryScaling,
+    Activation, Architecture, Dropout, ImageShape, ModelConfig, Norm, NormPlace, Position, RotaryScaling,
 };
 
 /// Every preset's name, smallest first within its family.
@@ -23,6 +23,9 @@ pub const NAMES: &[&str] = &[
     "bert-tiny",
     "bert-base",
     "bert-large",
+    "vit-tiny",
+    "vit-base",
+    "vit-large",
 ];
 
 /// The configuration behind a preset's name.
@@ -57,6 +60,9 @@ pub fn preset(name: &str) -> Option<ModelConfig> {
         "bert-tiny" => bert(257, 64, 2, 4, 160, 256),
         "bert-base" => bert(30522, 768, 12, 12, 3072, 512),
         "bert-large" => bert(30522, 1024, 24, 16, 4096, 512),
+        "vit-tiny" => vit(ImageShape { channels: 3, size: 32, patch: 8 }, 10, 64, 2, 4, 160),
+        "vit-base" => vit(ImageShape { channels: 3, size: 224, patch: 16 }, 1000, 768, 12, 12, 3072),
+        "vit-large" => vit(ImageShape { channels: 3, size: 224, patch: 16 }, 1000, 1024, 24, 16, 4096),
         _ => return None,
     })
 }
@@ -65,6 +71,7 @@ pub fn preset(name: &str) -> Option<ModelConfig> {
 pub fn gpt2(vocabulary: usize, width: usize, layers: usize, heads: usize, positions: usize) -> ModelConfig {
     ModelConfig {
         architecture: Architecture::Gpt2,
+        image: None,
         vocabulary,
         width,
         layers,
@@ -87,6 +94,7 @@ pub fn gpt2(vocabulary: usize, width: usize, layers: usize, heads: usize, positi
         token_types: 0,
         head_transform: false,
         dropout: Dropout::default(),
+        label_smoothing: 0.0,
         init_range: 0.02,
     }
 }
@@ -106,6 +114,7 @@ pub fn llama(
 ) -> ModelConfig {
     ModelConfig {
         architecture: Architecture::Llama,
+        image: None,
         vocabulary,
         width,
         layers,
@@ -128,6 +137,7 @@ pub fn llama(
         token_types: 0,
         head_transform: false,
         dropout: Dropout::default(),
+        label_smoothing: 0.0,
         init_range: 0.02,
     }
 }
@@ -172,6 +182,27 @@ pub fn bert(
     }
 }
 
+/// A ViT of any size, for classes of images, without dropout as the others.
+pub fn vit(
+    image: ImageShape,
+    classes: usize,
+    width: usize,
+    layers: usize,
+    heads: usize,
+    mlp_width: usize,
+) -> ModelConfig {
+    ModelConfig {
+        architecture: Architecture::Vit,
+        image: Some(image),
+        mlp_width,
+        norm_eps: 1e-12,
+        activation: Activation::GeluErf,
+        causal: false,
+        tied: false,
+        ..gpt2(classes, width, layers, heads, image.patches() + 1)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -197,6 +228,8 @@ mod tests {
             // Without the pooler, which has no part in masked tokens.
             ("bert-base", 109.51),
             ("bert-large", 335.17),
+            ("vit-base", 86.57),
+            ("vit-large", 304.33),
         ] {
             assert!((millions(name) - expected).abs() < 0.01, "{name}: {}", millions(name));
         }

@@ -1,11 +1,11 @@
 //! Final norm, output projection and cross-entropy; before them a dense layer with an activation, where the
-//! model has one. Where the backward follows at once, the logits become their own gradient in place; where
+//! model has one. A head that says a sample's class works on the sample's first row alone. Where the backward follows at once, the logits become their own gradient in place; where
 //! only the loss is wanted they exist a few rows at a time.
 
 use shoal_kernels::device::Result;
-use shoal_kernels::{Element, Gelu, Linear, LossMode, Mat, MatMut, Tensor};
+use shoal_kernels::{ClassLoss, Element, Gelu, Linear, LossMode, Mat, MatMut, Tensor};
 use shoal_model::footprint::head_chunk_rows;
-use shoal_model::{HeadSpec, Slot};
+use shoal_model::{HeadSpec, Predicts, Slot};
 
 use crate::layer::{Call, LossSink, element, gelu};
 use crate::norm::NormSite;
@@ -52,6 +52,37 @@ fn output_linear<'a>(spec: &HeadSpec, call: &Call, parameters: &Parameters<'a>) 
     Linear { weight, inputs: spec.width, outputs: spec.logit_columns(call.precision), in_out: false }
 }
 
+/// The rows that have logits.
+fn logit_rows<'a>(spec: &HeadSpec, call: &Call, x: &'a Tensor) -> Mat<'a> {
+    let rows = spec.rows(call.samples.len(), call.sequence);
+    match spec.predicts {
+        Predicts::NextToken | Predicts::OwnToken => Mat::new(x, rows, spec.width),
+        Predicts::Class => Mat::columns(x, rows, 0, spec.width, call.sequence * spec.width),
+    }
+}
+
+/// Adds up the losses of rows of logits, whose targets start at `first`; the logits become what `mode` says.
+fn add_losses(
+    spec: &HeadSpec,
+    call: &Call,
+    (targets, first): (&Tensor, usize),
+    mode: LossMode,
+    logits: MatMut,
+    loss: &mut LossSink,
+) -> Result {
+    match spec.predicts {
+        Predicts::NextToken | Predicts::OwnToken => {
+            call.device.cross_entropy(targets, first, mode, logits, loss.sum)
+        }
+        Predicts::Class => {
+            // Held-out losses are those of the targets as they are.
+            let smoothing = if call.randomness.is_some() { spec.label_smoothing } else { 0.0 };
+            let (settings, correct) = (ClassLoss { mode, smoothing }, loss.correct.as_deref_mut());
+            call.device.class_loss(targets, first, settings, logits, loss.sum, correct)
+        }
+    }
+}
+
 /// Rows on their way to the logits.
 struct Normed {
     transformed: Option<Transformed>,
@@ -85,19 +116,19 @@ pub(crate) fn forward(
     parameters: &Parameters,
     x: Tensor,
     targets: Tensor,
-    loss: LossSink,
+    mut loss: LossSink,
 ) -> Result<HeadSaved> {
-    let (device, rows) = (call.device, call.rows());
+    let (device, rows) = (call.device, spec.rows(call.samples.len(), call.sequence));
     let Normed { transformed, statistics, normed } =
-        norm_rows(spec, call, parameters, Mat::new(&x, rows, spec.width))?;
+        norm_rows(spec, call, parameters, logit_rows(spec, call, &x))?;
     let columns = spec.logit_columns(call.precision);
-    let mut logits = call.rows_of("logits", columns)?;
+    let mut logits = call.room("logits", element(call.precision), rows * columns)?;
     let target = MatMut::new(&mut logits, rows, columns);
     let (input, bias) = (Mat::new(&normed, rows, spec.width), parameters.optional(Slot::OutputBias));
     device.linear(input, output_linear(spec, call, parameters), bias, None, target)?;
     let mode = LossMode::Gradient { scale: loss.scale };
     let rows_of_logits = MatMut::columns(&mut logits, rows, 0, spec.vocabulary, columns);
-    device.cross_entropy(&targets, 0, mode, rows_of_logits, loss.sum)?;
+    add_losses(spec, call, (&targets, 0), mode, rows_of_logits, &mut loss)?;
     Ok(HeadSaved { x, _targets: targets, transformed, statistics, logits })
 }
 
@@ -108,10 +139,10 @@ pub(crate) fn loss_only(
     parameters: &Parameters,
     x: &Tensor,
     targets: &Tensor,
-    loss: LossSink,
+    mut loss: LossSink,
 ) -> Result {
-    let (device, rows) = (call.device, call.rows());
-    let made = norm_rows(spec, call, parameters, Mat::new(x, rows, spec.width))?;
+    let (device, rows) = (call.device, spec.rows(call.samples.len(), call.sequence));
+    let made = norm_rows(spec, call, parameters, logit_rows(spec, call, x))?;
     let chunk = rows.min(head_chunk_rows(call.precision));
     let columns = spec.logit_columns(call.precision);
     let mut logits = call.room("a chunk of logits", element(call.precision), chunk * columns)?;
@@ -122,7 +153,7 @@ pub(crate) fn loss_only(
         let target = MatMut::new(&mut logits, chunk, columns).rows(0, count);
         device.linear(input, linear, bias, None, target)?;
         let rows_of_logits = MatMut::columns(&mut logits, count, 0, spec.vocabulary, columns);
-        device.cross_entropy(targets, first, LossMode::LossOnly, rows_of_logits, loss.sum)?;
+        add_losses(spec, call, (targets, first), LossMode::LossOnly, rows_of_logits, &mut loss)?;
     }
     Ok(())
 }
@@ -134,17 +165,19 @@ pub(crate) fn backward(
     gradients: &mut Gradients,
     saved: HeadSaved,
 ) -> Result<Tensor> {
-    let (device, rows) = (call.device, call.rows());
+    let (device, rows) = (call.device, spec.rows(call.samples.len(), call.sequence));
     let norm = norm_site(spec);
     let columns = spec.logit_columns(call.precision);
     let HeadSaved { x, transformed, statistics, logits, _targets } = saved;
     // First the gradient of the normed rows; the norm's backward then leaves the rows themselves there.
-    let mut normed = call.rows_of("normed rows", spec.width)?;
+    let room = |what: &str| call.room(what, element(call.precision), rows * spec.width);
+    let mut normed = room("normed rows")?;
     let target = MatMut::new(&mut normed, rows, spec.width);
     let slopes = Mat::new(&logits, rows, columns);
     device.linear_input_gradient(slopes, output_linear(spec, call, parameters), target, false)?;
-    let mut dx = call.rows_of("gradient of the norm's input", spec.width)?;
-    let input = Mat::new(transformed.as_ref().map_or(&x, |made| &made.after), rows, spec.width);
+    let mut dx = room("gradient of the norm's input")?;
+    let x = logit_rows(spec, call, &x);
+    let input = transformed.as_ref().map_or(x, |made| Mat::new(&made.after, rows, spec.width));
     let to = (&mut dx, false);
     norm.backward(device, parameters, gradients, input, &statistics, &mut normed, to, None)?;
     let (sum, more) = gradients.add_to(Slot::OutputWeight);
@@ -154,27 +187,42 @@ pub(crate) fn backward(
         device.bias_gradient(slopes, sum, more)?;
     }
     let (Some(kind), Some(Transformed { mut before, .. })) = (transform(spec), transformed) else {
-        return Ok(dx);
+        return all_rows(spec, call, dx);
     };
     device.gelu_backward(kind, &mut before, &mut dx)?;
     let dy = Mat::new(&dx, rows, spec.width);
     let (sum, more) = gradients.add_to(Slot::TransformWeight);
-    device.linear_weight_gradient(Mat::new(&x, rows, spec.width), dy, sum, false, more)?;
+    device.linear_weight_gradient(x, dy, sum, false, more)?;
     let (sum, more) = gradients.add_to(Slot::TransformBias);
     device.bias_gradient(dy, sum, more)?;
     let target = MatMut::new(&mut normed, rows, spec.width);
     device.linear_input_gradient(dy, transform_linear(spec, parameters), target, false)?;
-    Ok(normed)
+    all_rows(spec, call, normed)
+}
+
+/// The gradient of all rows from that of the rows that have logits: the others' is zero.
+fn all_rows(spec: &HeadSpec, call: &Call, dx: Tensor) -> Result<Tensor> {
+    match spec.predicts {
+        Predicts::NextToken | Predicts::OwnToken => Ok(dx),
+        Predicts::Class => {
+            let (device, samples) = (call.device, call.samples.len());
+            let mut all = call.rows_of("gradient of all rows", spec.width)?;
+            device.zero(&mut all)?;
+            let target = MatMut::columns(&mut all, samples, 0, spec.width, call.sequence * spec.width);
+            device.set_rows(Some(Mat::new(&dx, samples, spec.width)), target)?;
+            Ok(all)
+        }
+    }
 }
 
 /// Logits in rows of [`HeadSpec::logit_columns`]: of each sample's last position, which is what a model that
-/// predicts the next token would say next; or of every position, where each has its own.
+/// predicts the next token would say next; or of every row that has logits.
 pub fn predict(spec: &HeadSpec, call: &Call, parameters: &Parameters, x: &Tensor) -> Result<Tensor> {
     let (device, rows) = (call.device, spec.predicted_rows(call.samples.len(), call.sequence));
-    let all = Mat::new(x, call.rows(), spec.width);
-    let x = match spec.next_token {
-        false => all,
-        true => {
+    let all = logit_rows(spec, call, x);
+    let x = match spec.predicts {
+        Predicts::OwnToken | Predicts::Class => all,
+        Predicts::NextToken => {
             let (stride, last) = (call.sequence * spec.width, (call.sequence - 1) * spec.width);
             Mat { offset: last, rows, stride, ..all }
         }

@@ -10,7 +10,7 @@ use shoal_model::{Activation, LayerKind, Precision, Retention};
 use crate::block::BlockSaved;
 use crate::head::HeadSaved;
 use crate::parameters::{Gradients, Parameters};
-use crate::{block, embedding, head};
+use crate::{block, embedding, head, patches};
 
 /// What random draws depend on, beside layer, site, sample and element.
 #[derive(Clone, Copy, Debug)]
@@ -83,6 +83,7 @@ impl Call<'_> {
 /// What a layer is fed.
 pub enum Feed {
     Tokens(Tensor),
+    Images(Tensor),
     Hidden(Tensor),
     /// The last layer also takes the targets.
     HiddenAndTargets(Tensor, Tensor),
@@ -93,6 +94,7 @@ pub enum Saved {
     /// The input alone; [`recompute`] makes the rest.
     Input(Feed),
     Embedding(Tensor),
+    Patches(Tensor),
     Block(Box<BlockSaved>),
     Head(HeadSaved),
 }
@@ -100,8 +102,10 @@ pub enum Saved {
 /// The loss that the last layer adds to, and what its gradient is multiplied by.
 pub struct LossSink<'a> {
     pub sum: &'a mut Tensor,
-    /// One over the target tokens of the global batch, times the loss scale.
+    /// One over the targets of the global batch, times the loss scale.
     pub scale: f32,
+    /// Where samples whose class is predicted rightly are counted, if they are.
+    pub correct: Option<&'a mut Tensor>,
 }
 
 /// Runs a layer; the last layer has no output but adds to the loss.
@@ -117,6 +121,11 @@ pub fn forward(
         (LayerKind::Embedding(spec), Feed::Tokens(tokens)) => {
             let output = embedding::forward(spec, call, parameters, &tokens)?;
             let saved = (retention != Retention::Nothing).then_some(Saved::Embedding(tokens));
+            Ok((Some(output), saved))
+        }
+        (LayerKind::Patches(spec), Feed::Images(images)) => {
+            let output = patches::forward(spec, call, parameters, &images)?;
+            let saved = (retention != Retention::Nothing).then_some(Saved::Patches(images));
             Ok((Some(output), saved))
         }
         (LayerKind::Block(spec), Feed::Hidden(x)) => {
@@ -166,7 +175,7 @@ pub fn recompute(
             let loss = loss.expect("the last layer has a loss scale");
             Ok(Saved::Head(head::forward(spec, call, parameters, x, targets, loss)?))
         }
-        (_, saved) => Ok(saved), // an embedding's tokens are all it ever keeps
+        (_, saved) => Ok(saved), // tokens or images are all that a first layer ever keeps
     }
 }
 
@@ -182,6 +191,10 @@ pub fn backward(
     match (kind, saved, gradient) {
         (LayerKind::Embedding(spec), Saved::Embedding(tokens), Some(dy)) => {
             embedding::backward(spec, call, parameters, gradients, &tokens, dy)?;
+            Ok(None)
+        }
+        (LayerKind::Patches(spec), Saved::Patches(images), Some(dy)) => {
+            patches::backward(spec, call, gradients, &images, dy)?;
             Ok(None)
         }
         (LayerKind::Block(spec), Saved::Block(saved), Some(dy)) => {

@@ -3,7 +3,7 @@
 //! backward is decided by the plan, not discovered.
 //!
 //! - [`layer`]: forward, recompute and backward of any layer, by its kind.
-//! - [`embedding`], [`block`], [`head`]: the kinds.
+//! - [`embedding`], [`patches`], [`block`], [`head`]: the kinds.
 //! - [`parameters`]: a layer's view of its tensors and of the gradient sums it adds to.
 //! - [`optimizer`], [`schedule`]: updates and learning rates.
 //! - [`init`]: the values a new model starts from.
@@ -16,6 +16,7 @@ pub mod layer;
 mod norm;
 pub mod optimizer;
 pub mod parameters;
+pub mod patches;
 pub mod schedule;
 
 pub use layer::{Call, Feed, Randomness, Saved};

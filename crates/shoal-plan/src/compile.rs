@@ -65,8 +65,8 @@ fn micro_batches(plan: &Plan) -> &[Samples] {
 
 fn forward_op(plan: &Plan, chain: &Chain, layer: usize, samples: Samples) -> Op {
     let recompute = plan.layers[layer].compute[0].activations == Activations::Recompute
-        // An embedding keeps its tokens either way.
-        && !matches!(chain.layers[layer].kind, LayerKind::Embedding(_));
+        // A first layer keeps its tokens or images either way.
+        && !matches!(chain.layers[layer].kind, LayerKind::Embedding(_) | LayerKind::Patches(_));
     Op::Forward { layer, samples, keep: if recompute { Keep::Input } else { Keep::All } }
 }
 

@@ -15,7 +15,8 @@ use crate::table::Samples;
 /// Something an instruction makes and another uses up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Value {
-    Tokens(Samples),
+    /// Tokens or images, as they come in.
+    Inputs(Samples),
     Targets(Samples),
     /// A layer's output.
     Activation {
@@ -62,7 +63,7 @@ pub enum Sum {
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
-            Value::Tokens(samples) => write!(f, "the tokens of {samples}"),
+            Value::Inputs(samples) => write!(f, "the inputs of {samples}"),
             Value::Targets(samples) => write!(f, "the targets of {samples}"),
             Value::Activation { layer, samples } => write!(f, "the output of layer {layer}, {samples}"),
             Value::Saved { layer, samples } => write!(f, "what layer {layer} saved, {samples}"),
@@ -112,10 +113,10 @@ pub struct Effects {
 pub fn effects(op: &Op, chain: &Chain) -> Effects {
     let last = chain.layers.len() - 1;
     let tensors = |layer: usize| chain.layers[layer].tensors.iter().map(|(_, tensor)| *tensor).collect();
-    // What a layer is fed: tokens, or the layer before's output; the last also the targets.
+    // What a layer is fed: inputs, or the layer before's output; the last also the targets.
     let feed = |layer: usize, samples: Samples| {
         let mut feed = vec![match layer {
-            0 => Value::Tokens(samples),
+            0 => Value::Inputs(samples),
             _ => Value::Activation { layer: layer - 1, samples },
         }];
         feed.extend((layer == last).then_some(Value::Targets(samples)));
@@ -123,7 +124,7 @@ pub fn effects(op: &Op, chain: &Chain) -> Effects {
     };
     match *op {
         Op::Load { samples } => Effects {
-            makes: vec![Value::Tokens(samples), Value::Targets(samples)],
+            makes: vec![Value::Inputs(samples), Value::Targets(samples)],
             adds_to: vec![Sum::TargetCount],
             ..Effects::default()
         },

@@ -8,8 +8,8 @@ use shoal_model::{Chain, LayerKind, Precision};
 use crate::program::{Keep, Op, Program, Purpose};
 use crate::table::{Plan, Samples};
 
-/// Scalars the engine keeps on the device: the loss, a loss to discard, the norm.
-pub const ENGINE_SCALARS: u64 = 3;
+/// Scalars the engine keeps on the device: the loss, a loss to discard, the norm, rightly predicted classes.
+pub const ENGINE_SCALARS: u64 = 4;
 
 /// Where a device's bytes go at the highest point of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,8 +92,9 @@ fn change(op: &Op, sequence: usize, precision: Precision, chain: &Chain) -> Chan
     let none = Change { peak: 0, gain: 0, loss: 0 };
     match *op {
         Op::Load { samples } => {
-            let rows = allocation_bytes(samples.count() * sequence);
-            Change { peak: 2 * rows, gain: 2 * rows, loss: 0 }
+            let bytes = |per_sample: usize| allocation_bytes(samples.count() * per_sample);
+            let loaded = bytes(chain.input_elements(sequence)) + bytes(chain.targets(sequence));
+            Change { peak: loaded, gain: loaded, loss: 0 }
         }
         Op::Forward { layer, samples, keep } => {
             let Footprint { output, input, saved, forward_peak, forward_lean_peak, .. } =

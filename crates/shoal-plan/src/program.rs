@@ -35,7 +35,7 @@ pub enum Purpose {
     Train,
     /// The loss of some samples.
     Evaluate,
-    /// The logits of each sample's next token, or of all its tokens where each sees all.
+    /// The logits of each sample's next token or class, or of all its tokens where each sees all.
     Predict,
 }
 
@@ -43,11 +43,11 @@ pub enum Purpose {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Op {
-    /// Bring the samples' tokens and targets onto the device.
+    /// Bring the samples' inputs and targets onto the device.
     Load {
         samples: Samples,
     },
-    /// Count the global batch's target tokens: one over it weighs the loss.
+    /// Count the global batch's targets: one over it weighs the loss.
     CountTargets,
     Forward {
         layer: usize,

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use shoal_data::{Dataset, DatasetSpec, Tokenizer};
+use shoal_data::{Dataset, DatasetSpec, ImageSpec, Tokenizer, Variation};
 use shoal_engine::import::import;
 use shoal_engine::{Executor, ModelState, rate};
 use shoal_kernels::cuda::GpuFacts;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
-use shoal_model::{Chain, Precision};
+use shoal_model::{Chain, ImageShape, Precision};
 use shoal_nn::layer::element;
 use shoal_nn::{OptimizerSettings, init};
 use shoal_plan::{
@@ -21,7 +21,7 @@ use shoal_plan::{
 use shoal_state::hugging_face::Folder;
 
 use crate::error::{CliError, Result};
-use crate::job::{DeviceChoice, Job, Weights};
+use crate::job::{DeviceChoice, ImageReading, Job, Weights};
 use crate::machine;
 
 /// The devices' names in plans and errors.
@@ -222,6 +222,38 @@ pub struct JobData {
 
 /// Opens a job's data; text is tokenized once, into `cache`.
 pub fn open_data(job: &Job, cache: &Path, progress: Preparing) -> Result<JobData> {
+    match (job.config.image, &job.images) {
+        (Some(image), Some(reading)) => open_images(job, image, reading, cache, progress),
+        _ => open_tokens(job, cache, progress),
+    }
+}
+
+fn open_images(
+    job: &Job,
+    image: ImageShape,
+    reading: &ImageReading,
+    cache: &Path,
+    progress: Preparing,
+) -> Result<JobData> {
+    let mut open = |source: &Path, variation: Option<Variation>| -> Result<Dataset> {
+        let spec = ImageSpec {
+            source: source.to_owned(),
+            shape: [image.channels, image.size, image.size],
+            classes: job.config.vocabulary,
+            cache: cache.to_owned(),
+            mean: reading.mean.clone(),
+            deviation: reading.std.clone(),
+            variation,
+        };
+        Ok(Dataset::open_images(&spec, progress)?)
+    };
+    let (flip, crop_padding) = (reading.flip, reading.crop_padding);
+    let train = open(&job.train_data, Some(Variation { seed: job.seed, flip, crop_padding }))?;
+    let eval = job.eval.as_ref().map(|(source, _)| open(source, None)).transpose()?;
+    Ok(JobData { train, eval })
+}
+
+fn open_tokens(job: &Job, cache: &Path, progress: Preparing) -> Result<JobData> {
     let tokenizer = Arc::new(Tokenizer::load(&job.tokenizer, &job.base)?);
     // A model that does not predict the next token learns to restore masked ones.
     let masked = |seed: u64| (!job.config.causal).then_some(seed);

@@ -53,6 +53,11 @@ fn counted(count: usize, one: &str, many: &str) -> String {
     format!("{count} {}", if count == 1 { one } else { many })
 }
 
+/// A share: 91.4 %.
+pub fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
+}
+
 /// What is about to run, and what it will take.
 pub fn banner(
     job: &Job,
@@ -69,11 +74,31 @@ pub fn banner(
         Architecture::Llama => "llama",
         Architecture::Qwen2 => "qwen2",
         Architecture::Bert => "bert",
+        Architecture::Vit => "vit",
     };
     let micro_batches = &planned.plan.layers[0].compute[0].micro_batches;
     let (first, last) = (micro_batches[0].count(), micro_batches[micro_batches.len() - 1].count());
     let ragged = if first == last { String::new() } else { format!(", the last of {last}") };
     let tokens = job.global_batch as u64 * job.sequence as u64;
+    let (kinds, samples, batch, seen) = match c.image {
+        None => (
+            "vocabulary",
+            format!(
+                "{} tokens, {} samples of {}",
+                short(data.tokens() as f64),
+                grouped(data.len()),
+                job.sequence
+            ),
+            format!("{} x {} = {} tokens", job.global_batch, job.sequence, grouped(tokens)),
+            format!("{} tokens", short((job.steps * tokens) as f64)),
+        ),
+        Some(image) => (
+            "classes",
+            format!("{} images of {} x {}", grouped(data.len()), image.size, image.size),
+            format!("{} images", job.global_batch),
+            format!("{} images", short((job.steps * job.global_batch as u64) as f64)),
+        ),
+    };
     let epochs = job.steps as f64 * job.global_batch as f64 / data.len() as f64;
     let memory = &planned.memory;
     let flops = chain.training_flops(job.sequence) as f64 * job.global_batch as f64;
@@ -93,30 +118,20 @@ pub fn banner(
             job.precision.name()
         ),
         format!(
-            "  model    {architecture}, {} parameters: {} layers of {}, vocabulary {}",
+            "  model    {architecture}, {} parameters: {} layers of {}, {kinds} {}",
             short(chain.parameters() as f64),
             c.layers,
             c.width,
             grouped(c.vocabulary as u64)
         ),
+        format!("  data     {}: {samples}", job.train_data.display()),
         format!(
-            "  data     {}: {} tokens, {} samples of {}",
-            job.train_data.display(),
-            short(data.tokens() as f64),
-            grouped(data.len()),
-            job.sequence
-        ),
-        format!(
-            "  batch    {} x {} = {} tokens a step, as {} of {first}{ragged}",
-            job.global_batch,
-            job.sequence,
-            grouped(tokens),
+            "  batch    {batch} a step, as {} of {first}{ragged}",
             counted(micro_batches.len(), "micro-batch", "micro-batches")
         ),
         format!(
-            "  steps    {} = {} tokens = {epochs:.1} epochs; about {} to go",
+            "  steps    {} = {seen} = {epochs:.1} epochs; about {} to go",
             grouped(job.steps),
-            short((job.steps * tokens) as f64),
             duration_text(left as f64 * flops / (USUAL_SHARE * peak))
         ),
         format!(
@@ -191,7 +206,9 @@ impl Progress {
         let left = smoothed * (self.steps - record.step.min(self.steps)) as f64;
         let line = step_line(record, self.steps, score, left);
         if let Some(eval) = record.eval_loss {
-            self.say(&format!("step {}: held-out loss {eval:.4}", record.step));
+            let right =
+                record.eval_accuracy.map_or(String::new(), |share| format!(", {} right", percent(share)));
+            self.say(&format!("step {}: held-out loss {eval:.4}{right}", record.step));
         }
         match &self.bar {
             Some(bar) => {
@@ -218,12 +235,16 @@ impl Progress {
 fn step_line(record: &StepRecord, steps: u64, score: f64, left_seconds: f64) -> String {
     let mfu = record.mfu.values().next().copied().unwrap_or_default();
     let memory = record.memory_bytes.values().sum();
+    let (right, unit) = match record.accuracy {
+        Some(share) => (format!("  {} right", percent(share)), "images/s"),
+        None => (String::new(), "tok/s"),
+    };
     let norm = match record.grad_norm {
         Some(norm) => format!("norm {norm:.3}"),
         None => "overflow: skipped".into(),
     };
     format!(
-        "step {}/{steps}  loss {:.4} (z {score:+.1})  {norm}  lr {:.2e}  {} tok/s  {:.0}% of peak  {}  ETA {}",
+        "step {}/{steps}  loss {:.4} (z {score:+.1}){right}  {norm}  lr {:.2e}  {} {unit}  {:.0}% of peak  {}  ETA {}",
         record.step,
         record.loss,
         record.lr,

@@ -4,7 +4,7 @@
 use crate::common::{Folder, assert_refused, open, parquet, stored, tensors};
 use parquet::basic::Compression;
 use safetensors::Dtype;
-use shoal_data::Error;
+use shoal_data::{Error, Inputs};
 
 /// A file of a header as given and `data` zeros.
 fn with_header(header: &str, data: usize) -> Vec<u8> {
@@ -111,9 +111,9 @@ fn files_that_shrink_are_named_when_they_are_read() {
         let length = std::fs::metadata(&tokens).unwrap().len();
         std::fs::OpenOptions::new().write(true).open(&tokens).unwrap().set_len(length - 1).unwrap();
         let (mut inputs, mut labels) = ([0; 2], [0; 2]);
-        dataset.read(0, 0, &mut inputs, &mut labels).unwrap();
+        dataset.read(0, 0, Inputs::Tokens(&mut inputs), &mut labels).unwrap();
         let last = dataset.len() - 1;
-        let error = dataset.read(0, last, &mut inputs, &mut labels).unwrap_err();
+        let error = dataset.read(0, last, Inputs::Tokens(&mut inputs), &mut labels).unwrap_err();
         assert!(matches!(&error, Error::Shrank { path } if *path == tokens), "{error}");
         assert!(error.hint().unwrap().contains("leave the data"));
     }
@@ -128,7 +128,7 @@ fn ids_are_checked_again_when_they_are_read() {
     let dataset = open(&folder.bytes(&path, 2)).unwrap();
     // Overwritten in place, so that the open file changes too.
     folder.write("data.safetensors", content(-7));
-    let error = dataset.read(0, 1, &mut [0; 2], &mut [0; 2]).unwrap_err();
+    let error = dataset.read(0, 1, Inputs::Tokens(&mut [0; 2]), &mut [0; 2]).unwrap_err();
     assert!(error.to_string().contains("row 1, column 1 of \"tokens\": the id -7"), "{error}");
 }
 

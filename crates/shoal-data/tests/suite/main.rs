@@ -3,6 +3,7 @@
 mod cache;
 mod common;
 mod hostile;
+mod images;
 mod masking;
 mod order;
 mod packing;

@@ -3,7 +3,7 @@
 
 use crate::common::{Folder, assert_refused, byte_level_tokenizer, open, stored, tensors};
 use safetensors::Dtype;
-use shoal_data::{Dataset, DatasetSpec, IGNORED, Tokenizer};
+use shoal_data::{Dataset, DatasetSpec, IGNORED, Inputs, Tokenizer};
 use std::sync::Arc;
 
 /// The mask of the byte tokenizer.
@@ -21,7 +21,7 @@ fn masked(spec: DatasetSpec, seed: u64) -> DatasetSpec {
 
 fn sample(dataset: &Dataset, epoch: u64, index: u64) -> (Vec<i32>, Vec<i32>) {
     let (mut inputs, mut labels) = (vec![7; dataset.sequence()], vec![7; dataset.sequence()]);
-    dataset.read(epoch, index, &mut inputs, &mut labels).unwrap();
+    dataset.read(epoch, index, Inputs::Tokens(&mut inputs), &mut labels).unwrap();
     (inputs, labels)
 }
 

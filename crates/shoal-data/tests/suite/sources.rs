@@ -3,7 +3,7 @@
 use crate::common::{Folder, all, byte_level_tokenizer, jsonl, open, parquet, parquet_of, stored, tensors};
 use parquet::basic::{Compression, ZstdLevel};
 use safetensors::Dtype;
-use shoal_data::{DatasetSpec, IGNORED, Samples, Tokenizer};
+use shoal_data::{DatasetSpec, IGNORED, Inputs, Samples, Tokenizer};
 use std::sync::Arc;
 
 const TEXTS: [&str; 3] = ["the first document, thé shortest", "then the other\nover two lines", "the end"];
@@ -235,7 +235,7 @@ fn a_batch_follows_the_order_across_epochs() {
     let batch = dataset.batch(&order, 3..9).unwrap();
     for (row, position) in (3..9).enumerate() {
         let (mut inputs, mut labels) = ([0; 2], [0; 2]);
-        dataset.read(0, order.index(position).1, &mut inputs, &mut labels).unwrap();
+        dataset.read(0, order.index(position).1, Inputs::Tokens(&mut inputs), &mut labels).unwrap();
         assert_eq!(batch.inputs[2 * row..][..2], inputs);
         assert_eq!(batch.labels[2 * row..][..2], labels);
     }

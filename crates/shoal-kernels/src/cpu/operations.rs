@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::CpuDevice;
 use crate::device::{
-    AdamW, AttentionShape, Device, DropoutSite, Gelu, Guard, Linear, LossMode, Mat, MatMut, NormKind, Result,
-    Sgd, Sum, Updated,
+    AdamW, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode, Mat, MatMut,
+    NormKind, PatchShape, Result, Sgd, Sum, Updated,
 };
 use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
@@ -257,6 +257,28 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn patches(&self, shape: PatchShape, images: &Tensor, out: &mut Tensor) -> Result {
+        self.pool.install(|| self.gather_patches(shape, images, out));
+        Ok(())
+    }
+
+    fn place_rows(
+        &self,
+        sequence: usize,
+        width: usize,
+        first: &Tensor,
+        positions: &Tensor,
+        out: &mut Tensor,
+    ) -> Result {
+        self.pool.install(|| self.seat_rows(sequence, width, first, positions, out));
+        Ok(())
+    }
+
+    fn set_rows(&self, from: Option<Mat>, to: MatMut) -> Result {
+        self.pool.install(|| self.copy_rows(from, to));
+        Ok(())
+    }
+
     fn dropout(
         &self,
         site: DropoutSite,
@@ -292,6 +314,24 @@ impl Device for CpuDevice {
         let targets = &targets.integers()[first..][..logits.rows];
         let sum = self.pool.install(|| self.softmax_loss(targets, mode, logits));
         self.write_scalar(loss, self.read_scalar(loss) + sum);
+        Ok(())
+    }
+
+    fn class_loss(
+        &self,
+        targets: &Tensor,
+        first: usize,
+        settings: ClassLoss,
+        logits: MatMut,
+        loss: &mut Tensor,
+        correct: Option<&mut Tensor>,
+    ) -> Result {
+        let targets = &targets.integers()[first..][..logits.rows];
+        let (sum, hits) = self.pool.install(|| self.classes_loss(targets, settings, logits));
+        self.write_scalar(loss, self.read_scalar(loss) + sum);
+        if let Some(correct) = correct {
+            self.write_scalar(correct, self.read_scalar(correct) + hits as f64);
+        }
         Ok(())
     }
 

@@ -22,6 +22,7 @@ mod context;
 mod cudnn;
 mod embedding;
 mod flash;
+mod images;
 mod landing;
 mod launch;
 mod linear;

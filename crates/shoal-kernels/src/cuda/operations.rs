@@ -7,8 +7,8 @@ use std::sync::{Arc, PoisonError};
 use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, launch, piece};
 use super::{CudaDevice, element_of};
 use crate::device::{
-    AdamW, AttentionShape, Device, DropoutSite, Gelu, Guard, Linear, LossMode, Mat, MatMut, NormKind, Result,
-    SCALAR_ELEMENTS, Sgd, Span, Sum, Updated,
+    AdamW, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode, Mat, MatMut,
+    NormKind, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Span, Sum, Updated,
 };
 use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
@@ -412,6 +412,25 @@ impl Device for CudaDevice {
         unsafe { launch!(self, "position_gradient" of element, grid, samples, elements, dy, gradient, add) }
     }
 
+    fn patches(&self, shape: PatchShape, images: &Tensor, out: &mut Tensor) -> Result {
+        self.gather_patches(shape, images, out)
+    }
+
+    fn place_rows(
+        &self,
+        sequence: usize,
+        width: usize,
+        first: &Tensor,
+        positions: &Tensor,
+        out: &mut Tensor,
+    ) -> Result {
+        self.seat_rows(sequence, width, first, positions, out)
+    }
+
+    fn set_rows(&self, from: Option<Mat>, to: MatMut) -> Result {
+        self.copy_rows(from, to)
+    }
+
     fn dropout(
         &self,
         site: DropoutSite,
@@ -444,6 +463,18 @@ impl Device for CudaDevice {
         loss: &mut Tensor,
     ) -> Result {
         self.softmax_loss(targets, first, mode, logits, loss)
+    }
+
+    fn class_loss(
+        &self,
+        targets: &Tensor,
+        first: usize,
+        settings: ClassLoss,
+        logits: MatMut,
+        loss: &mut Tensor,
+        correct: Option<&mut Tensor>,
+    ) -> Result {
+        self.classes_loss(targets, first, settings, logits, loss, correct)
     }
 
     fn sum_squares(&self, tensors: &[&Tensor], sum: &mut Tensor) -> Result {

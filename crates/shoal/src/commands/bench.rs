@@ -7,6 +7,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Instant;
 
 use serde_json::json;
+use shoal_data::Inputs;
 use shoal_engine::executor::Batch;
 use shoal_engine::{EngineError, Executor, ModelState, StepInput};
 use shoal_kernels::random::mix64;
@@ -81,9 +82,10 @@ impl Batch for RandomTokens {
     fn read(
         &self,
         samples: Range<usize>,
-        tokens: &mut [i32],
+        inputs: Inputs,
         targets: &mut [i32],
     ) -> std::result::Result<(), EngineError> {
+        let tokens = inputs.tokens();
         let token = |place: usize| (mix64(place as u64) % self.vocabulary as u64) as i32;
         let first = samples.start * self.sequence;
         for (index, (input, target)) in tokens.iter_mut().zip(targets).enumerate() {
@@ -261,6 +263,12 @@ pub fn run(options: Options) -> Result {
         return Err(CliError::said(
             "--batch, --sequence and --rounds are at least 1".to_owned(),
             "leave them out for the defaults",
+        ));
+    }
+    if config.image.is_some() {
+        return Err(CliError::said(
+            format!("{}: only models of tokens are measured so far", options.model),
+            "name a gpt2, llama, qwen2 or bert model",
         ));
     }
     config.positions = config.positions.min(options.sequence);

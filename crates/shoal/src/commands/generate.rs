@@ -43,6 +43,12 @@ pub fn run(options: Options) -> Result {
         ));
     }
     let model = ModelFolder::open(&options.dir, None)?;
+    if model.config.image.is_some() {
+        return Err(CliError::said(
+            format!("{}: this model tells images apart, it does not continue a text", options.dir.display()),
+            "generate with a gpt2, llama or qwen2 model",
+        ));
+    }
     if !model.config.causal {
         return Err(CliError::said(
             format!(

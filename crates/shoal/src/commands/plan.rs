@@ -75,12 +75,13 @@ fn summary_json(planned: &Planned, device: &LocalDevice) -> serde_json::Value {
 fn print_table(job: &Job, chain: &Chain, device: &LocalDevice, planned: &Planned) {
     let plan = &planned.plan;
     println!(
-        "plan {} for {} in {}: {} samples of {} tokens a step",
+        "plan {} for {} in {}: {} samples of {} {} a step",
         plan.id(),
         job.name,
         plan.precision.name(),
         plan.global_batch,
-        plan.sequence
+        plan.sequence,
+        if chain.image.is_some() { "rows" } else { "tokens" }
     );
     println!(
         "{:<12} {:>14} {:>13} {:>24}  activations",

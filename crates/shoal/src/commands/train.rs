@@ -16,7 +16,7 @@ use crate::assemble::{self, LocalDevice};
 use crate::error::{CliError, Result};
 use crate::job::{Job, bytes_text, duration_text};
 use crate::machine;
-use crate::show::{Progress, banner};
+use crate::show::{Progress, banner, percent};
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -41,6 +41,9 @@ pub struct Summary {
     pub steps: u64,
     pub loss: Option<f64>,
     pub eval_loss: Option<f64>,
+    /// Of the last step, where samples are images.
+    pub accuracy: Option<f64>,
+    pub eval_accuracy: Option<f64>,
     pub tokens: u64,
     pub seconds: f64,
     pub reason: StopReason,
@@ -62,6 +65,7 @@ pub fn run(options: Options) -> Result {
             "{}",
             json!({
                 "run": job.run_folder, "steps": summary.steps, "loss": summary.loss, "eval_loss": summary.eval_loss,
+                "accuracy": summary.accuracy, "eval_accuracy": summary.eval_accuracy,
                 "tokens": summary.tokens, "seconds": summary.seconds,
                 "finished": summary.reason == StopReason::Finished,
                 "memory": {
@@ -74,7 +78,10 @@ pub fn run(options: Options) -> Result {
         return Ok(());
     }
     let loss = summary.loss.map_or(String::new(), |loss| format!(", loss {loss:.4}"));
-    let held_out = summary.eval_loss.map_or(String::new(), |loss| format!(", held-out {loss:.4}"));
+    let mut held_out = summary.eval_loss.map_or(String::new(), |loss| format!(", held-out {loss:.4}"));
+    if let Some(accuracy) = summary.eval_accuracy {
+        held_out += &format!(" ({} right)", percent(accuracy));
+    }
     let folder = job.run_folder.display();
     match summary.reason {
         StopReason::Finished => println!(
@@ -234,11 +241,13 @@ pub fn train(
     )?;
     let mut progress = Progress::new(job.steps, run.step(), quiet);
     let (mut loss, mut eval_loss, mut tokens) = (None, None, 0);
+    let (mut accuracy, mut eval_accuracy) = (None, None);
     let started = std::time::Instant::now();
     let reason = run.go(stop, &mut |event| {
         if let RunEvent::Step(record) = &event {
             (loss, tokens) = (Some(record.loss), tokens + record.tokens);
             eval_loss = record.eval_loss.or(eval_loss);
+            (accuracy, eval_accuracy) = (record.accuracy, record.eval_accuracy.or(eval_accuracy));
         }
         progress.event(&event);
     });
@@ -248,6 +257,8 @@ pub fn train(
         steps: run.step(),
         loss,
         eval_loss,
+        accuracy,
+        eval_accuracy,
         tokens,
         seconds: started.elapsed().as_secs_f64(),
         reason,

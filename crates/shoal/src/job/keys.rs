@@ -11,8 +11,23 @@ use crate::error::{CliError, Result};
 const KEYS: &[(&str, &[&str])] = &[
     ("", &["name", "model", "data", "train", "checkpoint", "eval", "plan"]),
     ("model", &["from", "preset", "init", "dropout"]),
-    ("data", &["train", "tokenizer", "sequence", "shuffle", "text_field"]),
-    ("train", &["global_batch", "steps", "seed", "precision", "deterministic", "optimizer", "schedule"]),
+    (
+        "data",
+        &["train", "tokenizer", "sequence", "shuffle", "text_field", "mean", "std", "flip", "crop_padding"],
+    ),
+    (
+        "train",
+        &[
+            "global_batch",
+            "steps",
+            "seed",
+            "precision",
+            "deterministic",
+            "label_smoothing",
+            "optimizer",
+            "schedule",
+        ],
+    ),
     ("train.optimizer", &["kind", "lr", "betas", "eps", "momentum", "weight_decay", "decay", "clip_norm"]),
     ("train.schedule", &["kind", "warmup", "final"]),
     ("checkpoint", &["to", "every", "keep"]),

@@ -11,6 +11,7 @@ mod units;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
 use serde_json::{Value, json};
 use shoal_engine::Interval;
 use shoal_model::{ModelConfig, Precision, hugging_face, presets};
@@ -39,6 +40,16 @@ pub enum DeviceChoice {
     Cuda,
 }
 
+/// How images become samples.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ImageReading {
+    /// What is taken from each channel, and what it is divided by then.
+    pub mean: Vec<f32>,
+    pub std: Vec<f32>,
+    pub flip: bool,
+    pub crop_padding: usize,
+}
+
 /// A validated job.
 #[derive(Clone, Debug)]
 pub struct Job {
@@ -52,7 +63,10 @@ pub struct Job {
     /// The folder that relative paths start from.
     pub base: PathBuf,
     pub text_field: String,
+    /// Rows of one sample: its tokens, or a class's row and an image's patches.
     pub sequence: usize,
+    /// How images are read, for a model of images.
+    pub images: Option<ImageReading>,
     pub shuffle: bool,
     pub global_batch: usize,
     pub steps: u64,
@@ -111,7 +125,7 @@ impl Job {
             Weights::Random => json!("random"),
             Weights::Folder(_) => json!("checkpoint"),
         };
-        BTreeMap::from([
+        let mut keys = BTreeMap::from([
             ("model.config".to_owned(), hugging_face::write(&self.config, None)),
             ("model.init".to_owned(), weights),
             ("data.train (its content)".to_owned(), json!(data_fingerprint)),
@@ -120,7 +134,12 @@ impl Job {
             ("train.global_batch".to_owned(), json!(self.global_batch)),
             ("train.seed".to_owned(), json!(self.seed)),
             ("train.optimizer.kind".to_owned(), json!(self.optimizer.state_names())),
-        ])
+        ]);
+        if let Some(images) = &self.images {
+            keys.insert("data (of images)".to_owned(), json!(images));
+            keys.insert("train.label_smoothing".to_owned(), json!(self.config.label_smoothing));
+        }
+        keys
     }
 
     /// The keys it may change.
@@ -165,19 +184,22 @@ impl Validator<'_> {
             Some(name) => name,
             None => self.file.file_stem().map_or("job".into(), |stem| stem.to_string_lossy().into_owned()),
         };
-        let (config, original_config, weights) = self.model(&raw.model, base)?;
+        let (mut config, original_config, weights) = self.model(&raw.model, base)?;
         let data = raw.data;
-        if data.sequence == 0 {
-            return Err(self.bad("data.sequence", "is 0", "a sample has at least one token"));
-        }
-        if data.sequence > config.positions {
-            return Err(self.bad(
-                "data.sequence",
-                format!("is {}, but the model has {} positions", data.sequence, config.positions),
-                format!("set data.sequence to {} or less", config.positions),
-            ));
-        }
+        let images = self.images(&data, &config)?;
+        let sequence = self.sequence(data.sequence, &config)?;
         let train = raw.train;
+        if let Some(smoothing) = train.label_smoothing {
+            if config.image.is_none() {
+                let hint = "only the classes of images are smoothed; leave it out";
+                return Err(self.bad("train.label_smoothing", "is set, but the model takes tokens", hint));
+            }
+            if !(0.0..1.0).contains(&smoothing) {
+                let hint = "it is the share of a label that goes to all classes, in 0..1";
+                return Err(self.bad("train.label_smoothing", format!("is {smoothing}"), hint));
+            }
+            config.label_smoothing = smoothing;
+        }
         if train.global_batch == 0 {
             return Err(self.bad("train.global_batch", "is 0", "a step trains on at least one sample"));
         }
@@ -228,7 +250,8 @@ impl Validator<'_> {
             tokenizer: data.tokenizer,
             base: base.to_owned(),
             text_field: data.text_field,
-            sequence: data.sequence,
+            sequence,
+            images,
             shuffle: data.shuffle,
             global_batch: train.global_batch,
             steps: train.steps,
@@ -246,6 +269,73 @@ impl Validator<'_> {
             threads: self.threads(&raw.plan)?,
             device: self.device(&raw.plan)?,
         })
+    }
+
+    fn sequence(&self, sequence: Option<usize>, config: &ModelConfig) -> Result<usize> {
+        let positions = config.positions;
+        match (sequence, config.image) {
+            (None, None) => {
+                Err(self.bad("data.sequence", "is missing", "set it to the tokens of one sample"))
+            }
+            (Some(0), None) => Err(self.bad("data.sequence", "is 0", "a sample has at least one token")),
+            (Some(sequence), None) if sequence > positions => Err(self.bad(
+                "data.sequence",
+                format!("is {sequence}, but the model has {positions} positions"),
+                format!("set data.sequence to {positions} or less"),
+            )),
+            (Some(sequence), None) => Ok(sequence),
+            (None, Some(_)) => Ok(positions),
+            (Some(_), Some(_)) => {
+                Err(self.bad("data.sequence", "is set, but the model takes images", "leave it out"))
+            }
+        }
+    }
+
+    /// How images are read, where the model takes images.
+    fn images(&self, raw: &raw::Data, config: &ModelConfig) -> Result<Option<ImageReading>> {
+        let Some(image) = config.image else {
+            let set = [
+                ("data.mean", raw.mean.is_some()),
+                ("data.std", raw.std.is_some()),
+                ("data.flip", raw.flip.is_some()),
+                ("data.crop_padding", raw.crop_padding.is_some()),
+            ];
+            return match set.into_iter().find(|(_, is_set)| *is_set) {
+                Some((key, _)) => Err(self.bad(key, "is set, but the model takes tokens", "leave it out")),
+                None => Ok(None),
+            };
+        };
+        let (mean, std) = (
+            self.channels("data.mean", raw.mean.as_ref(), image.channels)?,
+            self.channels("data.std", raw.std.as_ref(), image.channels)?,
+        );
+        if let Some(zero) = std.iter().find(|std| **std <= 0.0) {
+            return Err(self.bad(
+                "data.std",
+                format!("is {zero}"),
+                "channels are divided by it: it is positive",
+            ));
+        }
+        let crop_padding = raw.crop_padding.unwrap_or(0);
+        if crop_padding > image.size {
+            let hint = "images are shifted by at most their own size";
+            return Err(self.bad("data.crop_padding", format!("is {crop_padding}"), hint));
+        }
+        Ok(Some(ImageReading { mean, std, flip: raw.flip.unwrap_or(false), crop_padding }))
+    }
+
+    /// A number a channel; transformers' processor for ViT has 0.5 for all.
+    fn channels(&self, key: &str, raw: Option<&raw::Channels>, channels: usize) -> Result<Vec<f32>> {
+        let numbers = match raw {
+            None => vec![0.5; channels],
+            Some(raw::Channels::All(number)) => vec![*number; channels],
+            Some(raw::Channels::Each(numbers)) => numbers.clone(),
+        };
+        if numbers.len() != channels || numbers.iter().any(|number| !number.is_finite()) {
+            let hint = format!("write one number, or {channels}: one a channel");
+            return Err(self.bad(key, format!("is {numbers:?}"), hint));
+        }
+        Ok(numbers)
     }
 
     fn model(&self, raw: &raw::Model, base: &Path) -> Result<(ModelConfig, Option<Value>, Weights)> {

@@ -28,11 +28,25 @@ pub(super) struct Data {
     pub train: String,
     #[serde(default = "bytes")]
     pub tokenizer: String,
-    pub sequence: usize,
+    /// Tokens of one sample; models of images have none.
+    pub sequence: Option<usize>,
     #[serde(default = "yes")]
     pub shuffle: bool,
     #[serde(default = "text")]
     pub text_field: String,
+    /// How images are normalised and varied; none of it for tokens.
+    pub mean: Option<Channels>,
+    pub std: Option<Channels>,
+    pub flip: Option<bool>,
+    pub crop_padding: Option<usize>,
+}
+
+/// A number for every channel, or one each.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub(super) enum Channels {
+    All(f32),
+    Each(Vec<f32>),
 }
 
 #[derive(Deserialize)]
@@ -45,6 +59,7 @@ pub(super) struct Train {
     pub precision: String,
     #[serde(default)]
     pub deterministic: bool,
+    pub label_smoothing: Option<f32>,
     #[serde(default)]
     pub optimizer: Optimizer,
     #[serde(default)]
