@@ -12,7 +12,7 @@ use shoal_engine::{EngineError, Executor, ModelState, StepInput};
 use shoal_kernels::device::DeviceError;
 use shoal_kernels::random::{fold, mix64};
 use shoal_kernels::{Arena, CpuDevice, CudaDevice, Device, MemoryError};
-use shoal_model::{Chain, Dropout, ModelConfig, Precision, presets};
+use shoal_model::{Chain, Dropout, ImageShape, ModelConfig, Precision, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::{Activations, DeviceOffer, PlanError, Planned, Preferences, StepShape, plan_one_device};
 
@@ -25,18 +25,22 @@ fn gpu_cases() -> u64 {
     asked.map_or(GPU_CASES, |text| text.parse().expect("SHOAL_BUDGET_CASES is a number"))
 }
 
-struct RandomTokens {
+/// Tokens, or grey images.
+struct RandomSamples {
     vocabulary: usize,
 }
 
-impl Batch for RandomTokens {
+impl Batch for RandomSamples {
     fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result<(), EngineError> {
-        let tokens = inputs.tokens();
         let token = |place: usize| (mix64(place as u64) % self.vocabulary as u64) as i32;
-        let first = samples.start * tokens.len();
-        for (index, (input, target)) in tokens.iter_mut().zip(targets).enumerate() {
-            (*input, *target) = (token(first + index), token(first + index + 1));
+        let first = samples.start * targets.len();
+        match inputs {
+            Inputs::Tokens(tokens) => {
+                tokens.iter_mut().enumerate().for_each(|(index, input)| *input = token(first + index));
+            }
+            Inputs::Images(images) => images.fill(0.25),
         }
+        targets.iter_mut().enumerate().for_each(|(index, target)| *target = token(first + index + 1));
         Ok(())
     }
 }
@@ -58,13 +62,18 @@ impl Case {
         let vocabulary = self.pick(4, &[17, 64, 257, 1000]);
         let mlp = self.pick(5, &[8, 33, 128, 256]);
         let positions = 128;
-        let mut config = match self.pick(6, &[0, 1, 2, 3]) {
+        let mut config = match self.pick(6, &[0, 1, 2, 3, 4]) {
             0 => ModelConfig { mlp_width: mlp, ..presets::gpt2(vocabulary, width, layers, heads, positions) },
             1 => {
                 let tied = self.pick(7, &[true, false]);
                 presets::llama(vocabulary, width, layers, heads, kv_heads, mlp, positions, 1e4, tied)
             }
             2 => presets::bert(vocabulary, width, layers, heads, mlp, positions),
+            3 => {
+                let (channels, patch) = (self.pick(20, &[1, 3]), self.pick(21, &[1, 4, 7]));
+                let image = ImageShape { channels, size: patch * self.pick(22, &[1, 2, 5]), patch };
+                presets::vit(image, vocabulary, width, layers, heads, mlp)
+            }
             _ => presets::qwen2(vocabulary, width, layers, heads, kv_heads, mlp, positions),
         };
         if self.pick(8, &[true, false, false]) {
@@ -73,10 +82,13 @@ impl Case {
         config
     }
 
-    fn step(self, precisions: &[Precision]) -> StepShape {
+    fn step(self, config: &ModelConfig, precisions: &[Precision]) -> StepShape {
         StepShape {
             global_batch: self.pick(9, &[1, 2, 3, 5, 8]),
-            sequence: self.pick(10, &[1, 5, 16, 33, 100]),
+            sequence: match config.image {
+                Some(_) => config.positions,
+                None => self.pick(10, &[1, 5, 16, 33, 100]),
+            },
             precision: self.pick(11, precisions),
             optimizer_states: 2,
         }
@@ -107,7 +119,7 @@ fn train(
         Ok(())
     })?;
     let mut executor = Executor::new(device.clone(), chain.clone(), step.sequence, state)?;
-    let batch = RandomTokens { vocabulary: chain.vocabulary };
+    let batch = RandomSamples { vocabulary: chain.vocabulary };
     let mut loss = f64::NAN;
     for index in 0..2 {
         let input = StepInput {
@@ -134,7 +146,8 @@ fn run_case(
     open: &dyn Fn(u64, Precision) -> Result<Arc<dyn Device>, DeviceError>,
     tally: &mut Tally,
 ) {
-    let (config, step) = (case.config(), case.step(precisions));
+    let config = case.config();
+    let step = case.step(&config, precisions);
     let chain = Chain::new(&config);
     let label = format!("case {:#x}: {config:?}, {step:?}", case.0);
     // From hardly anything to plenty, beside what the device needs for itself.

@@ -7,6 +7,7 @@
 
 mod attention;
 mod embedding;
+mod images;
 mod linear;
 mod memory;
 mod norm;

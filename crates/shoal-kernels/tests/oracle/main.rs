@@ -11,6 +11,7 @@ mod activation;
 mod attention;
 mod dropout;
 mod embedding;
+mod images;
 mod linear;
 mod loss;
 mod norm;
