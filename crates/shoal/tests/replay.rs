@@ -1,4 +1,4 @@
-//! A reference implementation's training, replayed from the command line: the rows it trained on as a
+//! A reference implementation's training, replayed from the command line: the rows or images it trained on as a
 //! safetensors file, the losses and gradient norms it saw as the answer.
 
 mod common;
@@ -6,7 +6,8 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
 use common::{Folder, column, integer_rows, metrics};
@@ -31,6 +32,9 @@ fn integers(file: &SafeTensors, name: &str) -> Vec<i64> {
 fn rows(golden: &Path) -> Vec<u8> {
     let bytes = fs::read(golden.join("expected.safetensors")).unwrap();
     let expected = SafeTensors::deserialize(&bytes).unwrap();
+    if expected.tensor("input").unwrap().dtype() == Dtype::F32 {
+        return images(&expected);
+    }
     let all = |name: &str| -> Vec<i64> {
         (0..BATCHES).flat_map(|batch| integers(&expected, &format!("batch{batch}.{name}"))).collect()
     };
@@ -44,7 +48,27 @@ fn rows(golden: &Path) -> Vec<u8> {
     integer_rows(&[("tokens", SEQUENCE + 1, &tokens)])
 }
 
+/// The same for batches of images, which are normalised already.
+fn images(expected: &SafeTensors) -> Vec<u8> {
+    let all = |name: &str| -> Vec<u8> {
+        let batch = |batch: usize| expected.tensor(&format!("batch{batch}.{name}")).unwrap().data().to_vec();
+        (0..BATCHES).flat_map(batch).collect()
+    };
+    let (images, labels) = (all("input"), all("labels"));
+    let mut shape = expected.tensor("input").unwrap().shape().to_vec();
+    shape[0] *= BATCHES;
+    let views = [
+        ("labels", TensorView::new(Dtype::I64, vec![shape[0]], &labels).unwrap()),
+        ("images", TensorView::new(Dtype::F32, shape, &images).unwrap()),
+    ];
+    safetensors::serialize(views, None).unwrap()
+}
+
 fn job(golden: &Path, reference: &Value) -> String {
+    let samples = match golden.ends_with("vit") {
+        true => "mean = 0.0\nstd = 1.0".to_owned(),
+        false => format!("sequence = {SEQUENCE}"),
+    };
     let (lr, betas) = (&reference["lr"], &reference["betas"]);
     let (eps, weight_decay) = (&reference["eps"], &reference["weight_decay"]);
     let steps = reference["losses"].as_array().unwrap().len();
@@ -55,7 +79,7 @@ from = "{}"
 
 [data]
 train = "rows.safetensors"
-sequence = {SEQUENCE}
+{samples}
 shuffle = false
 
 [train]
@@ -127,4 +151,9 @@ fn qwen2_trains_as_the_reference_did() {
 #[test]
 fn bert_trains_as_the_reference_did() {
     replay("bert");
+}
+
+#[test]
+fn vit_trains_as_the_reference_did() {
+    replay("vit");
 }

@@ -267,7 +267,7 @@ pub fn run(options: Options) -> Result {
     }
     if config.image.is_some() {
         return Err(CliError::said(
-            format!("{}: only models of tokens are measured so far", options.model),
+            format!("{}: only models of tokens are measured", options.model),
             "name a gpt2, llama, qwen2 or bert model",
         ));
     }
