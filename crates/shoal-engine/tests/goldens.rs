@@ -44,7 +44,10 @@ fn compare_on(model: &str, device: GoldenDevice, precision: Precision, tolerance
 }
 
 fn compare(model: &str) {
-    compare_on(model, GoldenDevice::Cpu { threads: 2 }, Precision::Fp32, 1e-4);
+    // The true gradient of a ViT's key biases is zero: what is measured there is rounding, half of it the
+    // reference's own, and it varies with the processor (9.2e-5 with AVX-512). All else is below 1e-6.
+    let tolerance = if model == "vit" { 3e-4 } else { 1e-4 };
+    compare_on(model, GoldenDevice::Cpu { threads: 2 }, Precision::Fp32, tolerance);
 }
 
 fn compare_on_gpu(model: &str) {
