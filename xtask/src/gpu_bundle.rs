@@ -11,6 +11,12 @@ use crate::root;
 /// The most a bundle may weigh: it travels often.
 const BYTES_MAX: u64 = 64 << 20;
 
+/// What runs there beside the tests: the binary, and the operations' rates.
+const PROGRAMS: [(&str, &[&str]); 2] = [
+    ("shoal", &["--package", "shoal"]),
+    ("rates", &["--package", "shoal-kernels", "--example", "gpu_rates"]),
+];
+
 /// Name in the bundle, and what cargo builds it from.
 const TESTS: [(&str, &[&str]); 5] = [
     ("kernels-cuda", &["--package", "shoal-kernels", "--test", "cuda"]),
@@ -57,7 +63,10 @@ pub fn build() -> Result<(), String> {
         let arguments = [&["test", "--release", "--no-run"], target].concat();
         strip(&executable(&arguments)?, &bundle.join(name))?;
     }
-    strip(&executable(&["build", "--release", "--package", "shoal"])?, &bundle.join("shoal"))?;
+    for (name, target) in PROGRAMS {
+        let arguments = [&["build", "--release"], target].concat();
+        strip(&executable(&arguments)?, &bundle.join(name))?;
+    }
     copy_folder(&root().join("crates/shoal-engine/tests/golden"), &bundle.join("golden"))?;
     let script = bundle.join("run.sh");
     fs::write(&script, SCRIPT).map_err(said(&script))?;

@@ -45,6 +45,10 @@ impl ModelState {
         precision: Precision,
         optimizer: Option<&OptimizerSettings>,
     ) -> Result<ModelState> {
+        assert!(
+            device.computes(element(precision)),
+            "ask a device what it computes in before planning for it"
+        );
         let allocate = |(index, spec)| {
             let copy = chain.copy_elements(index, precision).map(|elements| (element(precision), elements));
             let gradient = chain.gradient_elements(index, precision);

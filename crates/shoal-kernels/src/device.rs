@@ -213,6 +213,29 @@ impl PatchShape {
     }
 }
 
+/// What the backward of attention reads and writes.
+pub struct AttentionBackward<'a> {
+    pub qkv: &'a Tensor,
+    pub out: &'a Tensor,
+    pub logsumexp: &'a Tensor,
+    pub out_gradient: &'a Tensor,
+    /// At least of the size of `logsumexp`; where it has more, a faster kernel may fit.
+    pub scratch: &'a mut Tensor,
+    pub qkv_gradient: &'a mut Tensor,
+}
+
+impl AttentionBackward<'_> {
+    /// # Panics
+    /// If a length is not what the shape says.
+    pub(crate) fn assert_fits(&self, shape: &AttentionShape) {
+        let (joint, single) = (shape.rows() * shape.qkv_width(), shape.rows() * shape.query_width());
+        assert_eq!((self.qkv.len(), self.qkv_gradient.len()), (joint, joint));
+        assert_eq!((self.out.len(), self.out_gradient.len()), (single, single));
+        assert_eq!(self.logsumexp.len(), shape.rows() * shape.heads);
+        assert!(self.scratch.len() >= self.logsumexp.len());
+    }
+}
+
 /// Where elements are dropped: the mask is a function of this and of (sample, row, column).
 #[derive(Clone, Copy, Debug)]
 pub struct DropoutSite {
@@ -472,19 +495,12 @@ pub trait Device: Send + Sync {
         logsumexp: &mut Tensor,
     ) -> Result;
 
-    /// Gradients of queries, keys and values; `scratch` has at least the size of `logsumexp`, and where it
-    /// has more a faster kernel may fit.
-    #[allow(clippy::too_many_arguments)]
+    /// Gradients of queries, keys and values.
     fn attention_backward(
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
-        qkv: &Tensor,
-        out: &Tensor,
-        logsumexp: &Tensor,
-        out_gradient: &Tensor,
-        scratch: &mut Tensor,
-        qkv_gradient: &mut Tensor,
+        of: AttentionBackward,
     ) -> Result;
 
     /// `out = tokens' rows of the table (+ rows of the position table) (+ the first row of the type table)`

@@ -21,8 +21,8 @@ pub mod tensor;
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;
 pub use device::{
-    AdamW, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode, Mat, MatMut,
-    NormKind, PatchShape, Sgd, Updated,
+    AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
+    Mat, MatMut, NormKind, PatchShape, Sgd, Updated,
 };
 pub use memory::{Arena, MemoryError};
 pub use tensor::{Element, Tensor};

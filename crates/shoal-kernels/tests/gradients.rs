@@ -22,7 +22,9 @@ use common::{
 };
 use proptest::prelude::*;
 use shoal_kernels::device::SCALAR_ELEMENTS;
-use shoal_kernels::{Device, DropoutSite, Linear, LossMode, Mat, MatMut, NormKind, Tensor};
+use shoal_kernels::{
+    AttentionBackward, Device, DropoutSite, Linear, LossMode, Mat, MatMut, NormKind, Tensor,
+};
 
 /// Of each property. All of them together take some five seconds on one core.
 const CASES: u32 = 120;
@@ -284,16 +286,7 @@ proptest! {
         let (mut delta, mut gradient) = (unwritten(&device, logsumexp.len()), unwritten(&device, qkv.len()));
         let (qkv_tensor, dout) = (tensor(&device, &qkv), tensor(&device, &c));
         device
-            .attention_backward(
-                shape,
-                dropout,
-                &qkv_tensor,
-                &out,
-                &logsumexp,
-                &dout,
-                &mut delta,
-                &mut gradient,
-            )
+            .attention_backward(shape, dropout, AttentionBackward { qkv: &qkv_tensor, out: &out, logsumexp: &logsumexp, out_gradient: &dout, scratch: &mut delta, qkv_gradient: &mut gradient })
             .unwrap();
 
         let width = shape.qkv_width();

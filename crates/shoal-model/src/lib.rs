@@ -26,4 +26,4 @@ pub use config::{
 };
 pub use footprint::{Footprint, Retention};
 pub use hugging_face::ConfigError;
-pub use precision::Precision;
+pub use precision::{Precision, UnknownPrecision};

@@ -1,7 +1,10 @@
 //! In which numbers a model is computed. Master parameters, gradients, norms, softmax, loss and optimizer
 //! are fp32 in every precision; what changes is what activations and the parameters' compute copies are.
 
+use std::str::FromStr;
+
 use serde::{Deserialize, Serialize};
+use thiserror::Error;
 
 use crate::chain::{BlockSpec, Chain, HeadSpec, Slot};
 use crate::config::Activation;
@@ -16,6 +19,19 @@ pub enum Precision {
     Bf16,
     /// Its range is small: the loss is scaled up, and a step that overflows is skipped.
     Fp16,
+}
+
+/// A name that is no precision's.
+#[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
+#[error("the precisions are fp32, tf32, bf16 and fp16")]
+pub struct UnknownPrecision;
+
+impl FromStr for Precision {
+    type Err = UnknownPrecision;
+
+    fn from_str(name: &str) -> Result<Precision, UnknownPrecision> {
+        Precision::ALL.into_iter().find(|known| known.name() == name).ok_or(UnknownPrecision)
+    }
 }
 
 /// Rows of an output matrix's copy, and so columns of logits, are padded to a multiple of this: fast matrix

@@ -3,7 +3,7 @@
 //! the ones `shoal_model::footprint` counts, in the same order.
 
 use shoal_kernels::device::Result;
-use shoal_kernels::{AttentionShape, DropoutSite, Linear, Mat, MatMut, Tensor};
+use shoal_kernels::{AttentionBackward, AttentionShape, DropoutSite, Linear, Mat, MatMut, Tensor};
 use shoal_model::{BlockSpec, NormPlace, Slot};
 
 use crate::layer::{Call, gelu};
@@ -546,12 +546,14 @@ impl Block<'_> {
         device.attention_backward(
             self.shape,
             self.attention_dropout(),
-            &qkv,
-            &attention,
-            &logsumexp,
-            &attention_gradient,
-            &mut attention_scratch,
-            &mut qkv_gradient,
+            AttentionBackward {
+                qkv: &qkv,
+                out: &attention,
+                logsumexp: &logsumexp,
+                out_gradient: &attention_gradient,
+                scratch: &mut attention_scratch,
+                qkv_gradient: &mut qkv_gradient,
+            },
         )?;
         if let Some(table) = self.call.rotary.filter(|_| spec.rotary) {
             device.rotary(self.shape, table, true, &mut qkv_gradient)?;

@@ -1,6 +1,7 @@
 //! Final norm, output projection and cross-entropy; before them a dense layer with an activation, where the
-//! model has one. A head that says a sample's class works on the sample's first row alone. Where the backward follows at once, the logits become their own gradient in place; where
-//! only the loss is wanted they exist a few rows at a time.
+//! model has one. A head that says a sample's class works on the sample's first row alone. Where the backward
+//! follows at once, the logits become their own gradient in place; where only the loss is wanted they exist a
+//! few rows at a time.
 
 use shoal_kernels::device::Result;
 use shoal_kernels::{ClassLoss, Element, Gelu, Linear, LossMode, Mat, MatMut, Tensor};

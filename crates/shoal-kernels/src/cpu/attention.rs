@@ -8,7 +8,7 @@ use super::dropout::RowMask;
 use super::math::{exp, max, sum_by};
 use super::matrix::single_product;
 use super::{CpuDevice, SCORES};
-use crate::device::{AttentionShape, DropoutSite};
+use crate::device::{AttentionBackward, AttentionShape, DropoutSite};
 use crate::tensor::Tensor;
 
 /// Queries per tile.
@@ -152,24 +152,15 @@ impl CpuDevice {
         });
     }
 
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn attend_backward(
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
-        qkv: &Tensor,
-        out: &Tensor,
-        logsumexp: &Tensor,
-        out_gradient: &Tensor,
-        delta: &mut Tensor,
-        qkv_gradient: &mut Tensor,
+        of: AttentionBackward,
     ) {
         assert!(shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads));
-        assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
-        assert_eq!(qkv_gradient.len(), qkv.len());
-        assert_eq!((out.len(), out_gradient.len()), (shape.rows() * shape.query_width(), out.len()));
-        assert_eq!(logsumexp.len(), shape.rows() * shape.heads);
-        assert!(delta.len() >= logsumexp.len());
+        of.assert_fits(&shape);
+        let AttentionBackward { qkv, out, logsumexp, out_gradient, scratch: delta, qkv_gradient } = of;
         let qkv = Rows::of(qkv, shape.qkv_width());
         let gradient = Rows::of_mut(qkv_gradient, shape.qkv_width());
         let (out, dout) = (Rows::of(out, shape.query_width()), Rows::of(out_gradient, shape.query_width()));

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use super::CpuDevice;
 use crate::device::{
-    AdamW, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode, Mat, MatMut,
-    NormKind, PatchShape, Result, Sgd, Sum, Updated,
+    AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
+    Mat, MatMut, NormKind, PatchShape, Result, Sgd, Sum, Updated,
 };
 use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
@@ -206,16 +206,9 @@ impl Device for CpuDevice {
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
-        qkv: &Tensor,
-        out: &Tensor,
-        logsumexp: &Tensor,
-        out_gradient: &Tensor,
-        scratch: &mut Tensor,
-        qkv_gradient: &mut Tensor,
+        of: AttentionBackward,
     ) -> Result {
-        self.pool.install(|| {
-            self.attend_backward(shape, dropout, qkv, out, logsumexp, out_gradient, scratch, qkv_gradient);
-        });
+        self.pool.install(|| self.attend_backward(shape, dropout, of));
         Ok(())
     }
 

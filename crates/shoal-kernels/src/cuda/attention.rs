@@ -1,11 +1,11 @@
 //! Attention: cuDNN's kernels where they serve and the work is worth planning for, else ours on tensor cores,
-//! else plain ones: which of these suits the head's size and the device's shared memory. All lay `logsumexp` out as [samples, heads,
-//! sequence], so that a backward need not be of the same kind as its forward.
+//! else plain ones: which of these suits the head's size and the device's shared memory. All lay `logsumexp`
+//! out as [samples, heads, sequence], so that a backward need not be of the same kind as its forward.
 
 use super::cudnn::Cudnn;
 use super::launch::{DropoutParameter, Grid, Parameter, parameter};
 use super::{CudaDevice, element_of};
-use crate::device::{AttentionShape, DropoutSite, Result};
+use crate::device::{AttentionBackward, AttentionShape, DropoutSite, Result};
 use crate::tensor::{Element, Tensor};
 
 /// The largest head that the kernels' registers hold.
@@ -178,64 +178,39 @@ impl CudaDevice {
         unsafe { self.kernels.launch_of(kernel.name, element, grid, &mut parameters) }
     }
 
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn attend_backward(
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
-        qkv: &Tensor,
-        out: &Tensor,
-        logsumexp: &Tensor,
-        out_gradient: &Tensor,
-        scratch: &mut Tensor,
-        qkv_gradient: &mut Tensor,
+        of: AttentionBackward,
     ) -> Result {
         assert_shape(&shape);
-        let element = element_of(&[qkv, out, out_gradient, qkv_gradient]);
-        assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
-        assert_eq!(qkv_gradient.len(), qkv.len());
-        assert_eq!((out.len(), out_gradient.len()), (shape.rows() * shape.query_width(), out.len()));
-        assert_eq!(logsumexp.len(), shape.rows() * shape.heads);
-        assert!(scratch.len() >= logsumexp.len());
+        of.assert_fits(&shape);
+        let element = element_of(&[of.qkv, of.out, of.out_gradient, of.qkv_gradient]);
         if !self.deterministic
             && let Some(cudnn) = self.cudnn_for(element, &shape, dropout.is_some())
             && let Some(bytes) = cudnn.backward_workspace(element, &shape)?
-            && bytes <= scratch.bytes()
+            && bytes <= of.scratch.bytes()
         {
-            let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
-            let (dy, dx, workspace) = (out_gradient.at(0), qkv_gradient.at(0), scratch.at(0));
+            let (qkv, out, logsumexp) = (of.qkv.at(0), of.out.at(0), of.logsumexp.at(0));
+            let (dy, dx, workspace) = (of.out_gradient.at(0), of.qkv_gradient.at(0), of.scratch.at(0));
             // SAFETY: the lengths are asserted.
             let run = || unsafe { cudnn.backward(element, &shape, qkv, out, logsumexp, dy, dx, workspace) };
             return self.context.timed(|| "attention backward by cuDNN".into(), run);
         }
         if self.flash_serves(element, &shape) {
-            return self.flash_backward(
-                shape,
-                dropout,
-                qkv,
-                out,
-                logsumexp,
-                out_gradient,
-                scratch,
-                qkv_gradient,
-            );
+            return self.flash_backward(shape, dropout, of);
         }
-        self.attend_backward_plainly(shape, dropout, qkv, out, logsumexp, out_gradient, scratch, qkv_gradient)
+        self.attend_backward_plainly(shape, dropout, of)
     }
 
-    #[allow(clippy::too_many_arguments)]
     fn attend_backward_plainly(
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
-        qkv: &Tensor,
-        out: &Tensor,
-        logsumexp: &Tensor,
-        out_gradient: &Tensor,
-        delta: &mut Tensor,
-        qkv_gradient: &mut Tensor,
+        of: AttentionBackward,
     ) -> Result {
-        let element = qkv.element();
+        let element = of.qkv.element();
         let room = |kernel: &&Backward| {
             (element == Element::F32 || kernel.size_max == SIZE_MAX)
                 && kernel.size_max >= shape.head_size
@@ -249,8 +224,9 @@ impl CudaDevice {
         let by_query = grid(&shape, shape.heads, kernel.tile, shared);
         let by_key = grid(&shape, shape.kv_heads, kernel.tile, shared);
         let (shape, site) = (ShapeParameter::from(shape), DropoutParameter::from(dropout));
-        let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
-        let (out_gradient, delta, qkv_gradient) = (out_gradient.at(0), delta.at(0), qkv_gradient.at(0));
+        let (qkv, out, logsumexp) = (of.qkv.at(0), of.out.at(0), of.logsumexp.at(0));
+        let (out_gradient, delta) = (of.out_gradient.at(0), of.scratch.at(0));
+        let qkv_gradient = of.qkv_gradient.at(0);
         let mut first = [parameter(&shape), parameter(&out), parameter(&out_gradient), parameter(&delta)];
         let mut parameters = [
             parameter(&shape),

@@ -171,8 +171,7 @@ impl CudaDevice {
         assert_eq!((before.len(), dx.len()), (shape.0 * shape.1, shape.0 * shape.1));
         assert_eq!((before.element(), dy.cols), (element, weight.outputs));
         if self.fuses_gelu(kind, element) {
-            let epilogue =
-                Epilogue::GeluBackward { before: before.at(0), before_stride: shape.1, bias_gradient: None };
+            let epilogue = Epilogue::GeluBackward { before: before.at(0), before_stride: shape.1 };
             let to = Output { at: dx.at(0), element, stride: shape.1 };
             let (a, b) = (factor(dy), transposed(weight_factor(weight)));
             let product = Product {

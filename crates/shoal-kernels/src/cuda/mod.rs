@@ -190,6 +190,12 @@ impl CudaDevice {
         self
     }
 
+    /// As on a machine that lacks cuDNN: our own kernels attend.
+    pub fn without_cudnn(mut self) -> CudaDevice {
+        self.cudnn = None;
+        self
+    }
+
     /// Bytes a device takes for itself.
     pub fn workspace_bytes() -> u64 {
         (matrix::WORKSPACE_BYTES + 4 * (PARTS + COUNTERS) + Tables::BYTES) as u64

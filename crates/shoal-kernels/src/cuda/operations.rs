@@ -7,8 +7,8 @@ use std::sync::{Arc, PoisonError};
 use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, launch, piece};
 use super::{CudaDevice, element_of};
 use crate::device::{
-    AdamW, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode, Mat, MatMut,
-    NormKind, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Span, Sum, Updated,
+    AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
+    Mat, MatMut, NormKind, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Span, Sum, Updated,
 };
 use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
@@ -333,14 +333,9 @@ impl Device for CudaDevice {
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
-        qkv: &Tensor,
-        out: &Tensor,
-        logsumexp: &Tensor,
-        out_gradient: &Tensor,
-        scratch: &mut Tensor,
-        qkv_gradient: &mut Tensor,
+        of: AttentionBackward,
     ) -> Result {
-        self.attend_backward(shape, dropout, qkv, out, logsumexp, out_gradient, scratch, qkv_gradient)
+        self.attend_backward(shape, dropout, of)
     }
 
     fn embed(

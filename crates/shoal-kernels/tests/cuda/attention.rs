@@ -1,7 +1,7 @@
 //! Attention and its gradients: causal and not, heads up to 256, grouped queries, sequences on both sides of the
 //! tiles, with dropout and without; elements of two bytes take other kernels than f32.
 
-use shoal_kernels::{AttentionShape, DropoutSite};
+use shoal_kernels::{AttentionBackward, AttentionShape, DropoutSite};
 
 use crate::{Case, TOLERANCE, active, active_unwritten, compare_elements, read, unwritten};
 
@@ -35,7 +35,18 @@ fn attention_forward_and_backward() {
         let mut delta = unwritten(device, logsumexp.len());
         let mut gradient = active_unwritten(device, case, qkv.len());
         device
-            .attention_backward(shape, site, &qkv, &out, &logsumexp, &out_gradient, &mut delta, &mut gradient)
+            .attention_backward(
+                shape,
+                site,
+                AttentionBackward {
+                    qkv: &qkv,
+                    out: &out,
+                    logsumexp: &logsumexp,
+                    out_gradient: &out_gradient,
+                    scratch: &mut delta,
+                    qkv_gradient: &mut gradient,
+                },
+            )
             .unwrap();
         // The sums lie in an order of each device's own; the gradient is made from them.
         vec![read(device, &out), read(device, &gradient)]

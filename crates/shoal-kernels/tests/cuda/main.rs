@@ -13,7 +13,6 @@ mod memory;
 mod norm;
 mod optimizer;
 mod pointwise;
-mod rates;
 
 use std::cell::RefCell;
 use std::fmt::{Debug, Write};
@@ -301,8 +300,8 @@ fn scalar(device: &dyn Device, value: f64) -> Tensor {
     scalar
 }
 
-/// A matrix of the case's element inside a larger tensor, NaN around it: what reads there spoils its result, what writes there is
-/// seen, because the whole tensor is compared.
+/// A matrix of the case's element inside a larger tensor, NaN around it: what reads there spoils its result,
+/// what writes there is seen, because the whole tensor is compared.
 struct Strided {
     tensor: Tensor,
     rows: usize,

@@ -5,7 +5,7 @@
 //! is promised of it.
 
 use proptest::prelude::*;
-use shoal_kernels::{AttentionShape, Device, DropoutSite};
+use shoal_kernels::{AttentionBackward, AttentionShape, Device, DropoutSite};
 
 use crate::common::{attention_shape, config, device, normal, tensor, unwritten};
 use crate::dropout::assert_fair;
@@ -157,16 +157,7 @@ proptest! {
             let (mut delta, mut gradient) =
                 (unwritten(&device, logsumexp.len()), unwritten(&device, qkv.len()));
             device
-                .attention_backward(
-                    shape,
-                    dropout,
-                    &qkv,
-                    &out,
-                    &logsumexp,
-                    &dout,
-                    &mut delta,
-                    &mut gradient,
-                )
+                .attention_backward(shape, dropout, AttentionBackward { qkv: &qkv, out: &out, logsumexp: &logsumexp, out_gradient: &dout, scratch: &mut delta, qkv_gradient: &mut gradient })
                 .unwrap();
             [out, logsumexp, gradient].iter().map(|tensor| tensor.floats().to_vec()).collect()
         });

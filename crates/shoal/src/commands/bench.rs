@@ -35,10 +35,9 @@ pub struct Options {
     sequence: usize,
     /// fp32, tf32, bf16 or fp16
     #[arg(long, default_value = "fp32")]
-    precision: String,
-    /// auto, cpu or cuda
-    #[arg(long, default_value = "auto")]
-    device: String,
+    precision: Precision,
+    #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
+    device: DeviceChoice,
     /// Samples of a micro-batch
     #[arg(long)]
     micro_batch: Option<usize>,
@@ -116,12 +115,8 @@ struct Ours {
 }
 
 impl Ours {
-    fn new(
-        config: &ModelConfig,
-        options: &Options,
-        precision: Precision,
-        device: &LocalDevice,
-    ) -> Result<Ours> {
+    fn new(config: &ModelConfig, options: &Options, device: &LocalDevice) -> Result<Ours> {
+        let precision = options.precision;
         let chain = Chain::new(config);
         let (optimizer, sequence) = (optimizer(), options.sequence);
         let shape = StepShape {
@@ -272,26 +267,12 @@ pub fn run(options: Options) -> Result {
         ));
     }
     config.positions = config.positions.min(options.sequence);
-    let precision =
-        Precision::ALL.into_iter().find(|known| known.name() == options.precision).ok_or_else(|| {
-            CliError::said(
-                format!("\"{}\" is not a precision", options.precision),
-                "the precisions are fp32, tf32, bf16 and fp16",
-            )
-        })?;
-    let choice = match options.device.as_str() {
-        "auto" => DeviceChoice::Auto,
-        "cpu" => DeviceChoice::Cpu,
-        "cuda" => DeviceChoice::Cuda,
-        other => {
-            return Err(CliError::said(format!("\"{other}\" is not a device"), "write auto, cpu or cuda"));
-        }
-    };
+    let precision = options.precision;
     let memory = match options.memory.as_deref().map(parse_bytes).transpose() {
         Ok(memory) => memory,
         Err(what) => return Err(CliError::said(format!("--memory {what}"), "write 12GiB or 800MiB")),
     };
-    let device = LocalDevice::choose(choice, memory, options.threads)?;
+    let device = LocalDevice::choose(options.device, memory, options.threads)?;
     device.assert_computes(precision)?;
     let start_peer = |python: &str| -> Result<Peer> {
         let job = json!({
@@ -308,7 +289,7 @@ pub fn run(options: Options) -> Result {
     };
     let mut peer = options.peer.as_deref().map(start_peer).transpose()?;
     let before = machine::resident_peak_bytes().unwrap_or(0);
-    let mut ours = Ours::new(&config, &options, precision, &device)?;
+    let mut ours = Ours::new(&config, &options, &device)?;
     // The first steps pay for memory and warm-up.
     ours.train(WARM_UP_STEPS)?;
     if let Some(peer) = &mut peer {
@@ -379,7 +360,7 @@ impl Measured {
     fn json(&self, options: &Options, device: &LocalDevice) -> serde_json::Value {
         json!({
             "model": options.model, "batch": options.batch, "sequence": options.sequence,
-            "precision": options.precision, "device": device.kind(), "loss": self.loss,
+            "precision": options.precision.name(), "device": device.kind(), "loss": self.loss,
             "tokens_per_second": self.ours, "mfu": self.mfu(), "matrix_flops_per_second": self.peak,
             "peer_tokens_per_second": self.theirs.map(|theirs| theirs.0),
             "ratio": self.theirs.map(|theirs| self.ours / theirs.0),
@@ -392,7 +373,12 @@ impl Measured {
     }
 
     fn print(&self, options: &Options, device: &LocalDevice, planned: &Planned) {
-        println!("{}, {} in {}, measured", device.describe(), flops_text(self.peak), options.precision);
+        println!(
+            "{}, {} in {}, measured",
+            device.describe(),
+            flops_text(self.peak),
+            options.precision.name()
+        );
         let micro_batches = &planned.plan.layers[0].compute[0].micro_batches;
         println!(
             "{}, {} x {} tokens in micro-batches of {}, AdamW, clipping; median of {}{}",

@@ -23,25 +23,6 @@ enum Where {
     Cuda,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum In {
-    Fp32,
-    Tf32,
-    Bf16,
-    Fp16,
-}
-
-impl In {
-    fn precision(self) -> Precision {
-        match self {
-            In::Fp32 => Precision::Fp32,
-            In::Tf32 => Precision::Tf32,
-            In::Bf16 => Precision::Bf16,
-            In::Fp16 => Precision::Fp16,
-        }
-    }
-}
-
 /// What fp32 must come to unless the command line says otherwise.
 const FP32_TOLERANCE: f64 = 1e-4;
 
@@ -62,9 +43,9 @@ pub struct Options {
     /// What to compute on
     #[arg(long, value_enum, default_value_t = Where::Cpu)]
     device: Where,
-    /// What to compute in
-    #[arg(long, value_enum, default_value_t = In::Fp32)]
-    precision: In,
+    /// What to compute in: fp32, tf32, bf16 or fp16
+    #[arg(long, default_value = "fp32")]
+    precision: Precision,
     /// The largest relative difference that passes [default: 1e-4 in fp32; else 1e-2 for losses and 3e-2
     /// for the gradient as a whole]
     #[arg(long)]
@@ -85,7 +66,7 @@ pub fn run(options: Options) -> Result {
             Where::Cpu => GoldenDevice::Cpu { threads: machine::cores() },
             Where::Cuda => GoldenDevice::Cuda { ordinal: 0 },
         },
-        precision: options.precision.precision(),
+        precision: options.precision,
     };
     let precision = settings.precision;
     if matches!(options.device, Where::Cpu) && precision.is_half() {

@@ -11,10 +11,11 @@ mod units;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::{Value, json};
 use shoal_engine::Interval;
-use shoal_model::{ModelConfig, Precision, hugging_face, presets};
+use shoal_model::{ModelConfig, Precision, UnknownPrecision, hugging_face, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule, ScheduleKind};
 use shoal_plan::{Activations, Preferences};
 
@@ -32,7 +33,7 @@ pub enum Weights {
 }
 
 /// What a job wants to be trained on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DeviceChoice {
     /// A GPU where there is one.
     Auto,
@@ -206,14 +207,10 @@ impl Validator<'_> {
         if train.steps == 0 {
             return Err(self.bad("train.steps", "is 0", "train at least one step"));
         }
-        let precision = Precision::ALL.into_iter().find(|known| known.name() == train.precision);
-        let Some(precision) = precision else {
-            return Err(self.bad(
-                "train.precision",
-                format!("\"{}\" is not a precision", train.precision),
-                "the precisions are fp32, tf32, bf16 and fp16",
-            ));
-        };
+        let precision: Precision = train.precision.parse().map_err(|known: UnknownPrecision| {
+            let what = format!("\"{}\" is not a precision", train.precision);
+            self.bad("train.precision", what, known.to_string())
+        })?;
         let interval = |key: &str, text: &str| {
             units::interval(text).map_err(|what| {
                 self.bad(key, what, "write \"100 steps\", \"30s\", \"5m\", \"2h\" or \"auto\"")
@@ -500,15 +497,11 @@ impl Validator<'_> {
     }
 
     fn device(&self, raw: &raw::Plan) -> Result<DeviceChoice> {
-        match raw.device.as_deref() {
-            None | Some("auto") => Ok(DeviceChoice::Auto),
-            Some("cpu") => Ok(DeviceChoice::Cpu),
-            Some("cuda") => Ok(DeviceChoice::Cuda),
-            Some(other) => {
-                let hint = "set it to \"cpu\", \"cuda\" or \"auto\"";
-                Err(self.bad("plan.device", format!("is \"{other}\""), hint))
-            }
-        }
+        let Some(name) = raw.device.as_deref() else { return Ok(DeviceChoice::Auto) };
+        DeviceChoice::from_str(name, false).map_err(|_| {
+            let hint = "set it to \"cpu\", \"cuda\" or \"auto\"";
+            self.bad("plan.device", format!("is \"{name}\""), hint)
+        })
     }
 
     fn threads(&self, raw: &raw::Plan) -> Result<Option<usize>> {

@@ -1,16 +1,15 @@
-//! How fast the operations that only move memory do so: microseconds of a call, and the bytes it must move at
-//! least over that time, beside a plain copy's.
+//! How fast a GPU does the operations of a GPT-2's training step, each alone, in bf16: microseconds of a call,
+//! and over that time the bytes it must move at least, or its floating-point operations. For a GPU that does
+//! nothing else. `cargo run --release --package shoal-kernels --example gpu_rates`
 
 use std::time::Instant;
 
 use shoal_kernels::device::SCALAR_ELEMENTS;
 use shoal_kernels::random::fold;
 use shoal_kernels::{
-    AdamW, AttentionShape, CudaDevice, Device, Element, Gelu, Guard, Linear, LossMode, Mat, MatMut, NormKind,
-    Tensor, Updated,
+    AdamW, AttentionBackward, AttentionShape, CudaDevice, Device, DropoutSite, Element, Gelu, Guard, Linear,
+    LossMode, Mat, MatMut, NormKind, Tensor, Updated,
 };
-
-use crate::{gpu, integers, scalar};
 
 const CALLS: u32 = 20;
 const ELEMENT: Element = Element::Bf16;
@@ -21,10 +20,11 @@ const VOCABULARY: usize = 50_257;
 /// Rows of logits start at multiples of this.
 const VOCABULARY_STRIDE: usize = 50_304;
 
-/// Enough for the logits, or for all of an optimizer's tensors.
-const BUDGET_BYTES: u64 = 8 << 30;
+/// Enough for the logits with their products' gradients, or for all of an optimizer's tensors.
+const BUDGET_BYTES: u64 = 12 << 30;
 
-fn report(device: &CudaDevice, what: &str, bytes: usize, mut call: impl FnMut()) -> f64 {
+/// Seconds of a call.
+fn seconds(device: &CudaDevice, mut call: impl FnMut()) -> f64 {
     for _ in 0..3 {
         call();
     }
@@ -34,23 +34,46 @@ fn report(device: &CudaDevice, what: &str, bytes: usize, mut call: impl FnMut())
         call();
     }
     device.wait().unwrap();
-    let seconds = start.elapsed().as_secs_f64() / f64::from(CALLS);
-    eprintln!("{what:<44} {:>9.1} us {:>8.0} GB/s", 1e6 * seconds, bytes as f64 / seconds / 1e9);
-    seconds
+    start.elapsed().as_secs_f64() / f64::from(CALLS)
 }
 
+/// An operation that moves memory.
+fn report(device: &CudaDevice, what: &str, bytes: usize, call: impl FnMut()) {
+    let seconds = seconds(device, call);
+    println!("{what:<52} {:>9.1} us {:>8.0} GB/s", 1e6 * seconds, bytes as f64 / seconds / 1e9);
+}
+
+/// An operation that computes.
+fn report_flops(device: &CudaDevice, what: &str, flops: usize, call: impl FnMut()) {
+    let seconds = seconds(device, call);
+    println!("{what:<52} {:>9.1} us {:>8.0} TFLOP/s", 1e6 * seconds, flops as f64 / seconds / 1e12);
+}
+
+fn integers(device: &CudaDevice, values: &[i32]) -> Tensor {
+    let mut tensor = Tensor::new(device.arena(), "a rate", values.len()).unwrap();
+    device.write_integers(&mut tensor, values).unwrap();
+    tensor
+}
+
+fn scalar(device: &CudaDevice, value: f64) -> Tensor {
+    let mut scalar = Tensor::new(device.arena(), "a rate", SCALAR_ELEMENTS).unwrap();
+    device.set_scalar(&mut scalar, value).unwrap();
+    scalar
+}
+
+/// Numbers from -1 to 1: what a multiplier burns, and so how fast it may run, depends on its operands.
 fn of(device: &CudaDevice, element: Element, elements: usize) -> Tensor {
-    let mut numbers = Tensor::new(device.arena(), "a rate", elements.min(1 << 20)).unwrap();
-    device
-        .write_floats(&mut numbers, &mut |out| {
-            for (index, value) in out.iter_mut().enumerate() {
-                *value = (fold(3, index as u64) % 2001) as f32 / 1000.0 - 1.0;
-            }
-        })
-        .unwrap();
     let mut tensor = Tensor::of(device.arena(), "a rate", element, elements).unwrap();
-    // Numbers at the start, zeros behind: what they are does not change the time.
-    device.convert(&numbers, &mut tensor).unwrap();
+    // Drawing is slow: a large tensor repeats what a small one holds, at an odd length so that rows differ.
+    let drawn: Vec<f32> = (0..elements.min(1_000_003) as u64)
+        .map(|index| (fold(3, index) % 2001) as f32 / 1000.0 - 1.0)
+        .collect();
+    let fill = &mut |out: &mut [f32]| {
+        for part in out.chunks_mut(drawn.len().max(1)) {
+            part.copy_from_slice(&drawn[..part.len()]);
+        }
+    };
+    device.write_floats(&mut tensor, fill).unwrap();
     tensor
 }
 
@@ -222,33 +245,107 @@ fn rotary(device: &CudaDevice) {
     });
 }
 
-/// The slope of gelu runs behind a product; a product with next to no inner side shows it.
-fn slope(device: &CudaDevice) {
-    const INNER: usize = 8;
-    let (dy, weight) = (half(device, ROWS * INNER), half(device, HIDDEN * INNER));
-    let (before, mut dx) = (half(device, ROWS * HIDDEN), half(device, ROWS * HIDDEN));
-    let linear = Linear { weight: &weight, inputs: HIDDEN, outputs: INNER, in_out: true };
-    let dy = Mat::new(&dy, ROWS, INNER);
-    let bytes = 2 * ROWS * HIDDEN;
-    let alone = report(device, "linear_input_gradient 32768 x 3072, from 8", bytes, || {
-        device.linear_input_gradient(dy, linear, MatMut::new(&mut dx, ROWS, HIDDEN), false).unwrap();
+/// The products of a block and of the head, forward and both gradients.
+fn products(device: &CudaDevice) {
+    let shapes =
+        [(WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (WIDTH, VOCABULARY_STRIDE)];
+    for (inputs, outputs) in shapes {
+        let (x, weight) = (half(device, ROWS * inputs), half(device, inputs * outputs));
+        let (mut y, bias) = (half(device, ROWS * outputs), half(device, outputs));
+        let linear = Linear { weight: &weight, inputs, outputs, in_out: true };
+        let flops = 2 * ROWS * inputs * outputs;
+        let name = |what: &str| format!("{what} 32768 x {inputs} to {outputs}");
+        report_flops(device, &name("linear"), flops, || {
+            let target = MatMut::new(&mut y, ROWS, outputs);
+            device.linear(Mat::new(&x, ROWS, inputs), linear, Some(&bias), None, target).unwrap();
+        });
+        let (mut dx, mut gradient) = (half(device, ROWS * inputs), float(device, inputs * outputs));
+        let dy = Mat::new(&y, ROWS, outputs);
+        report_flops(device, &name("linear_input_gradient"), flops, || {
+            let target = MatMut::new(&mut dx, ROWS, inputs);
+            device.linear_input_gradient(dy, linear, target, false).unwrap();
+        });
+        report_flops(device, &name("linear_weight_gradient"), flops, || {
+            let x = Mat::new(&x, ROWS, inputs);
+            device.linear_weight_gradient(x, dy, &mut gradient, true, false).unwrap();
+        });
+    }
+    let (x, dy) = (half(device, ROWS * WIDTH), half(device, ROWS * WIDTH));
+    let (up, down) = (half(device, WIDTH * HIDDEN), half(device, HIDDEN * WIDTH));
+    let (mut before, mut after) = (half(device, ROWS * HIDDEN), half(device, ROWS * HIDDEN));
+    let (bias, flops) = (half(device, HIDDEN), 2 * ROWS * WIDTH * HIDDEN);
+    report_flops(device, "linear_gelu 32768 x 768 to 3072", flops, || {
+        let linear = Linear { weight: &up, inputs: WIDTH, outputs: HIDDEN, in_out: true };
+        let x = Mat::new(&x, ROWS, WIDTH);
+        device.linear_gelu(Gelu::Tanh, x, linear, Some(&bias), &mut before, &mut after).unwrap();
     });
-    let both = report(device, "linear_gelu_input_gradient, the same", 2 * bytes, || {
-        device.linear_gelu_input_gradient(Gelu::Tanh, dy, linear, &before, &mut dx).unwrap();
+    report_flops(device, "linear_gelu_input_gradient 32768 x 768 to 3072", flops, || {
+        let linear = Linear { weight: &down, inputs: HIDDEN, outputs: WIDTH, in_out: true };
+        let dy = Mat::new(&dy, ROWS, WIDTH);
+        device.linear_gelu_input_gradient(Gelu::Tanh, dy, linear, &before, &mut after).unwrap();
     });
-    eprintln!("{:<44} {:>9.1} us", "gelu_slope, the difference", 1e6 * (both - alone));
 }
 
-#[test]
-#[ignore = "a measurement, for a GPU that does nothing else"]
-fn report_rates() {
-    if gpu().is_none() {
-        return;
+/// Attention by whatever the device takes for it.
+fn attention(device: &CudaDevice, by: &str) {
+    for (samples, heads, kv_heads, sequence, head_size, dropped) in [
+        (32, 12, 12, 1024, 64, false),
+        (8, 25, 25, 1024, 64, false),
+        (8, 32, 8, 1024, 64, false),
+        (4, 32, 8, 2048, 128, false),
+        (32, 12, 12, 1024, 64, true),
+    ] {
+        let scale = (head_size as f32).powf(-0.5);
+        let shape = AttentionShape { samples, sequence, heads, kv_heads, head_size, scale, causal: true };
+        let site = dropped.then_some(DropoutSite { rate: 0.1, key: 1, first_sample: 0 });
+        let (qkv, mut gradient) =
+            (half(device, shape.rows() * shape.qkv_width()), half(device, shape.rows() * shape.qkv_width()));
+        let (mut out, out_gradient) = (
+            half(device, shape.rows() * shape.query_width()),
+            half(device, shape.rows() * shape.query_width()),
+        );
+        let mut logsumexp = float(device, shape.rows() * heads);
+        // As much as a block gives: see BlockSpec::attention_scratch.
+        let mut scratch = float(device, shape.rows() * 2 * (heads + shape.query_width()));
+        // Two products forward and five backward, of which a causal mask leaves half.
+        let flops = samples * heads * sequence * sequence * head_size;
+        let dropout = if dropped { ", dropout 0.1" } else { "" };
+        let name = |what: &str| {
+            format!("{what} {by}, {samples} x {heads} ({kv_heads}) x {sequence} x {head_size}{dropout}")
+        };
+        report_flops(device, &name("attention"), 2 * flops, || {
+            device.attention(shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
+        });
+        report_flops(device, &name("backward"), 5 * flops, || {
+            let of = AttentionBackward {
+                qkv: &qkv,
+                out: &out,
+                logsumexp: &logsumexp,
+                out_gradient: &out_gradient,
+                scratch: &mut scratch,
+                qkv_gradient: &mut gradient,
+            };
+            device.attention_backward(shape, site, of).unwrap();
+        });
     }
-    let device = &CudaDevice::new("cuda:rates", 0, BUDGET_BYTES).unwrap();
+}
+
+fn main() {
+    let device = match CudaDevice::new("cuda:0", 0, BUDGET_BYTES) {
+        Ok(device) => device,
+        Err(error) => {
+            eprintln!("error: {error}");
+            std::process::exit(1);
+        }
+    };
+    let device = &device;
     let (from, mut to) = (float(device, 1 << 28), float(device, 1 << 28));
     report(device, "convert, a copy of 1 GiB", 2 << 30, || device.convert(&from, &mut to).unwrap());
     drop((from, to));
+    products(device);
+    attention(device, "as chosen");
+    let own = device.beside("cuda:0 without cuDNN", BUDGET_BYTES).unwrap().without_cudnn();
+    attention(&own, "our own");
     norms(device);
     bias_gradients(device);
     activations(device);
@@ -256,5 +353,4 @@ fn report_rates() {
     rotary(device);
     loss(device);
     updates(device);
-    slope(device);
 }
