@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
+use crate::convolutional::Convolutional;
 use crate::memory::{Arena, MemoryError};
 use crate::tensor::{Element, Tensor};
 
@@ -31,6 +32,8 @@ pub enum DeviceError {
     Blas { call: &'static str, said: String },
     #[error("{call} failed: {said}")]
     Cudnn { call: &'static str, said: String },
+    #[error("{operation} is not on this device yet")]
+    NotHere { operation: &'static str },
 }
 
 impl DeviceError {
@@ -53,6 +56,7 @@ impl DeviceError {
             DeviceError::Driver { .. } => {
                 Some("nvidia-smi shows the state of the GPU; the kernel log names hardware faults".into())
             }
+            DeviceError::NotHere { .. } => Some("train convolutional models on the processor".into()),
             DeviceError::Compile { .. } | DeviceError::Blas { .. } | DeviceError::Cudnn { .. } => None,
         }
     }
@@ -334,7 +338,7 @@ pub struct Span {
 /// asks for them.
 pub const SCALAR_ELEMENTS: usize = 2;
 
-pub trait Device: Send + Sync {
+pub trait Device: Convolutional + Send + Sync {
     fn name(&self) -> &str;
 
     fn arena(&self) -> &Arc<Arena>;

@@ -5,11 +5,13 @@
 //! - [`tensor`]: an owned piece of that memory.
 //! - [`half`]: how numbers go into elements of two bytes.
 //! - [`device`]: the operations every device offers, fused where that saves a pass over memory.
+//! - [`convolutional`]: those that only convolutional models need.
 //! - [`random`]: numbers as a pure function of where they are used, so that dropout and initial weights do
 //!   not notice the plan.
 //! - [`cpu`]: those operations on the cores of this machine (AVX-512, AVX2 or plain, found at start).
 //! - [`cuda`]: the same on an NVIDIA GPU, whose libraries are looked for when one is opened.
 
+pub mod convolutional;
 pub mod cpu;
 pub mod cuda;
 pub mod device;
@@ -18,6 +20,7 @@ pub mod memory;
 pub mod random;
 pub mod tensor;
 
+pub use convolutional::{Averages, Convolutional, Filters, Window};
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;
 pub use device::{

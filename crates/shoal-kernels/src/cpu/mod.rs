@@ -7,6 +7,8 @@
 
 mod activation;
 mod attention;
+mod columns;
+mod convolution;
 mod dropout;
 mod embedding;
 mod images;
@@ -17,6 +19,7 @@ mod matrix;
 mod norm;
 mod operations;
 mod optimizer;
+mod pixels;
 mod rotary;
 mod vector;
 

@@ -9,6 +9,7 @@ mod common;
 
 mod activation;
 mod attention;
+mod convolution;
 mod dropout;
 mod embedding;
 mod images;
