@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use shoal_data::Inputs;
 use shoal_kernels::device::SCALAR_ELEMENTS;
-use shoal_kernels::{Device, Guard, Tensor, Updated};
+use shoal_kernels::{Device, Guard, Mat, Sgd, Tensor, Updated};
 use shoal_model::{Chain, LayerKind, Retention};
 use shoal_nn::layer::{self, LossSink};
 use shoal_nn::{Call, Feed, Gradients, OptimizerSettings, Parameters, Randomness, Saved, head};
@@ -37,6 +37,8 @@ pub struct StepInput<'a> {
     /// What the gradients are multiplied by on their way; 1 except in fp16.
     pub loss_scale: f32,
     pub batch: &'a dyn Batch,
+    /// Whether batch norms go by the batch's own statistics even where nothing is trained.
+    pub batch_statistics: bool,
     /// The next step's samples, where they are known: they are read while the device works on this one's.
     pub next: Option<&'a dyn Batch>,
 }
@@ -58,6 +60,7 @@ impl<'a> StepInput<'a> {
             updates: step,
             loss_scale: 1.0,
             batch,
+            batch_statistics: false,
             next: None,
         }
     }
@@ -72,6 +75,7 @@ impl<'a> StepInput<'a> {
             updates: step,
             loss_scale: 1.0,
             batch,
+            batch_statistics: false,
             next: None,
         }
     }
@@ -278,14 +282,54 @@ impl Executor {
         match self.chain.layers[layer].kind {
             LayerKind::Embedding(_) => Feed::Tokens(step.take_tensor(Value::Inputs(samples))),
             LayerKind::Patches(_) => Feed::Images(step.take_tensor(Value::Inputs(samples))),
-            LayerKind::Block(_) => {
-                Feed::Hidden(step.take_tensor(Value::Activation { layer: layer - 1, samples }))
+            LayerKind::Block(_) | LayerKind::Convolution(_) => {
+                let mut inputs = self.take_inputs(step, layer, samples).into_iter();
+                match (inputs.next(), inputs.next()) {
+                    (None, _) => Feed::Images(step.take_tensor(Value::Inputs(samples))),
+                    (Some(x), None) => Feed::Hidden(x),
+                    (Some(x), Some(other)) => Feed::Joined(x, other),
+                }
             }
-            LayerKind::Head(_) => Feed::HiddenAndTargets(
-                step.take_tensor(Value::Activation { layer: layer - 1, samples }),
-                step.take_tensor(Value::Targets(samples)),
-            ),
+            LayerKind::Head(_) => {
+                let hidden = self.take_inputs(step, layer, samples).remove(0);
+                Feed::HiddenAndTargets(hidden, step.take_tensor(Value::Targets(samples)))
+            }
         }
+    }
+
+    /// The outputs of earlier layers that a layer takes.
+    fn take_inputs(&self, step: &mut Step, layer: usize, samples: Samples) -> Vec<Tensor> {
+        let inputs = self.chain.layers[layer].inputs.iter();
+        inputs
+            .map(|from| step.take_tensor(Value::Activation { layer: *from, reader: layer, samples }))
+            .collect()
+    }
+
+    /// A tensor for every reader: where branches part each has its own, so that values stay linear.
+    fn part(&self, step: &mut Step, layer: usize, samples: Samples, output: Tensor) -> Result {
+        let readers: Vec<usize> = self.chain.readers(layer).collect();
+        let Some((first, others)) = readers.split_first() else { return Ok(()) };
+        for reader in others {
+            let who = format!("the output of layer {layer} for layer {reader}");
+            let mut copy = Tensor::of(self.device.arena(), &who, output.element(), output.len())?;
+            self.device.add_scaled(1.0, rows(&output, samples), (&mut copy, false))?;
+            step.put(Value::Activation { layer, reader: *reader, samples }, Stored::Tensor(copy));
+        }
+        step.put(Value::Activation { layer, reader: *first, samples }, Stored::Tensor(output));
+        Ok(())
+    }
+
+    /// The gradient of a layer's output, added up over its readers in their order; none for the last layer.
+    fn merge(&self, step: &mut Step, layer: usize, samples: Samples) -> Result<Option<Tensor>> {
+        let mut sum: Option<Tensor> = None;
+        for reader in self.chain.readers(layer) {
+            let part = step.take_tensor(Value::Gradient { layer, reader, samples });
+            match &mut sum {
+                None => sum = Some(part),
+                Some(sum) => self.device.add_scaled(1.0, rows(&part, samples), (sum, true))?,
+            }
+        }
+        Ok(sum)
     }
 
     fn forward(&mut self, step: &mut Step, layer: usize, samples: Samples, keep: Keep) -> Result {
@@ -302,9 +346,6 @@ impl Executor {
         let parameters = context.parameters(step, layer);
         let kind = &self.chain.layers[layer].kind;
         let (output, saved) = layer::forward(kind, &call, &parameters, feed, retention, Some(loss))?;
-        if let Some(output) = output {
-            step.put(Value::Activation { layer, samples }, Stored::Tensor(output));
-        }
         if let Some(saved) = saved {
             let value = match keep {
                 Keep::Input => Value::Input { layer, samples },
@@ -312,7 +353,7 @@ impl Executor {
             };
             step.put(value, Stored::Saved(Box::new(saved)));
         }
-        Ok(())
+        output.map_or(Ok(()), |output| self.part(step, layer, samples, output))
     }
 
     fn recompute(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
@@ -328,8 +369,7 @@ impl Executor {
 
     fn backward(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
         let saved = step.take_saved(Value::Saved { layer, samples });
-        let is_last = layer + 1 == self.chain.layers.len();
-        let gradient = (!is_last).then(|| step.take_tensor(Value::Gradient { layer, samples }));
+        let gradient = self.merge(step, layer, samples)?;
         let slots = self.chain.layers[layer].tensors.clone();
         let lent = slots.iter().map(|(slot, tensor)| {
             let sum = self.state.tensors[*tensor].gradient.take();
@@ -346,8 +386,9 @@ impl Executor {
         for ((_, sum), (_, tensor)) in gradients.into_entries().zip(&slots) {
             self.state.tensors[*tensor].gradient = Some(sum);
         }
-        if let Some(gradient) = result? {
-            step.put(Value::Gradient { layer: layer - 1, samples }, Stored::Tensor(gradient));
+        for (from, gradient) in self.chain.layers[layer].inputs.iter().zip(result?) {
+            let value = Value::Gradient { layer: *from, reader: layer, samples };
+            step.put(value, Stored::Tensor(gradient));
         }
         Ok(())
     }
@@ -356,7 +397,7 @@ impl Executor {
         let LayerKind::Head(spec) = &self.chain.layers[layer].kind else {
             panic!("predictions come from the last layer")
         };
-        let hidden = step.take_tensor(Value::Activation { layer: layer - 1, samples });
+        let hidden = self.take_inputs(step, layer, samples).remove(0);
         step.take_tensor(Value::Targets(samples));
         let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
         let call = context.call(step, layer, samples, self.sequence);
@@ -402,8 +443,10 @@ impl Executor {
     }
 
     fn gradient_norm(&mut self, step: &mut Step) -> Result {
+        let trained = self.state.tensors.iter().zip(&self.chain.tensors);
+        let trained = trained.filter(|(_, spec)| spec.running.is_none());
         let gradients: Vec<&Tensor> =
-            self.state.tensors.iter().filter_map(|held| held.gradient.as_ref().map(|sum| &sum.sum)).collect();
+            trained.filter_map(|(held, _)| held.gradient.as_ref().map(|sum| &sum.sum)).collect();
         self.device.sum_squares(&gradients, &mut self.norm_squared)?;
         step.measures_norm = true;
         Ok(())
@@ -419,12 +462,20 @@ impl Executor {
             }
         }
         let mut tensors = Vec::with_capacity(updates.len());
+        let mut running = Vec::new();
         let all = self.state.tensors.iter_mut().zip(&self.chain.tensors).zip(wanted);
         for ((held, spec), _) in all.filter(|(_, wanted)| *wanted) {
             assert_eq!(held.version, step.input.step, "{} is at another version than the step", spec.name);
             held.version += 1;
             let gradient = held.gradient.as_mut().expect("the gradient was summed before the update");
             gradient.started = false;
+            if let Some(share) = spec.running {
+                // p -= share * (p - value), the sum being the value's negative: descent with a decay of one.
+                let (state, copy) = (&mut [][..], held.copy.as_mut());
+                let (gradient, parameter) = (&gradient.sum, &mut held.parameter);
+                running.push((share, Updated { gradient, state, parameter, copy, weight_decay: 1.0 }));
+                continue;
+            }
             tensors.push(Updated {
                 gradient: &gradient.sum,
                 state: &mut held.optimizer,
@@ -440,8 +491,19 @@ impl Executor {
             clip_norm: settings.clip_norm,
         };
         settings.apply(&*self.device, step.input.lr, step.input.updates + 1, guard, &mut tensors)?;
+        // Statistics are no gradients: neither the loss scale nor clipping reaches them.
+        let unclipped = Guard { scale: 1.0, clip_norm: None, ..guard };
+        for (share, updated) in running {
+            let settings = Sgd { lr: share, momentum: 0.0, update: step.input.updates + 1 };
+            self.device.sgd(&settings, unclipped, &mut [updated])?;
+        }
         Ok(())
     }
+}
+
+/// A value as a row a sample.
+fn rows(value: &Tensor, samples: Samples) -> Mat<'_> {
+    Mat::new(value, samples.count(), value.len() / samples.count())
 }
 
 /// What instructions of a layer read, borrowed apart from what they write.
@@ -460,6 +522,7 @@ impl<'a> Context<'a> {
             samples: samples.range(),
             sequence,
             randomness: step.training.then_some(randomness),
+            batch_statistics: step.training || step.input.batch_statistics,
             precision: self.state.precision,
             rotary: self.state.rotary.as_ref(),
         }

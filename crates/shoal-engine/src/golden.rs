@@ -1,4 +1,5 @@
-//! Comparison with a reference implementation. A golden folder is a Hugging Face model with
+//! Comparison with a reference implementation. A golden folder is a Hugging Face model (or a
+//! convolutional one with torchvision's names, described by `shape.json`) with
 //! `expected.safetensors` (input, labels, logits, loss, grad.NAME, batch0.. as made by the reference) and
 //! `losses.json` (losses and gradient norms of AdamW steps over those batches). The tests run it on the
 //! small models they ship; `shoal verify DIR` on any other.
@@ -11,7 +12,7 @@ use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use shoal_data::Inputs;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
-use shoal_model::{Chain, Precision, hugging_face};
+use shoal_model::{Chain, ConvolutionalConfig, Precision, hugging_face};
 use shoal_nn::{Decay, GradientSum, OptimizerKind, OptimizerSettings};
 use shoal_plan::one_device::table;
 use shoal_plan::{
@@ -263,15 +264,29 @@ fn length(a: &[f32]) -> f64 {
     norm(a.iter().map(|a| f64::from(*a)))
 }
 
+/// Describes a convolutional model, which has no config.json.
+const SHAPE_FILE: &str = "shape.json";
+
+/// The folder's weights, and the model they are of.
+fn open(dir: &Path) -> Result<(Folder, Chain)> {
+    let bad = |file: &str, what: String| EngineError::BadRunFile { path: dir.join(file), what };
+    if dir.join(SHAPE_FILE).is_file() {
+        let folder = Folder::described_by(dir, SHAPE_FILE)?;
+        let config = ConvolutionalConfig::read(folder.config()).map_err(|what| bad(SHAPE_FILE, what))?;
+        return Ok((folder, Chain::convolutional(&config)));
+    }
+    let folder = Folder::open(dir)?;
+    let config =
+        hugging_face::read(folder.config()).map_err(|error| bad("config.json", error.to_string()))?;
+    Ok((folder, Chain::new(&config)))
+}
+
 /// Runs the comparison.
 pub fn check(dir: &Path, settings: GoldenSettings) -> Result<GoldenReport> {
     let read =
         |path: &Path| std::fs::read(path).map_err(|source| EngineError::File { path: path.into(), source });
-    let folder = Folder::open(dir)?;
     let bad = |file: &str, what: String| EngineError::BadRunFile { path: dir.join(file), what };
-    let config =
-        hugging_face::read(folder.config()).map_err(|error| bad("config.json", error.to_string()))?;
-    let chain = Chain::new(&config);
+    let (folder, chain) = open(dir)?;
     let (expected_path, losses_path) = (dir.join("expected.safetensors"), dir.join("losses.json"));
     let bytes = read(&expected_path)?;
     let file =
@@ -301,16 +316,16 @@ pub fn check(dir: &Path, settings: GoldenSettings) -> Result<GoldenReport> {
     let logits = bench.logits(&first)?;
     let expected_logits = expected.floats("logits")?;
     let mut references = Vec::new();
-    for spec in &chain.tensors {
+    let trained = || chain.tensors.iter().filter(|spec| spec.running.is_none());
+    for spec in trained() {
         references.push(expected.gradient(&spec.name)?);
     }
     let global = norm(references.iter().map(|reference| length(reference)));
     let apart = norm(gradients.iter().zip(&references).map(|(found, reference)| distance(found, reference)));
-    let gradients =
-        chain.tensors.iter().zip(&gradients).zip(&references).map(|((spec, found), reference)| {
-            let floor = length(reference).max(1e-6 * global);
-            (spec.name.clone(), distance(found, reference) / floor)
-        });
+    let gradients = trained().zip(&gradients).zip(&references).map(|((spec, found), reference)| {
+        let floor = length(reference).max(1e-6 * global);
+        (spec.name.clone(), distance(found, reference) / floor)
+    });
     Ok(GoldenReport {
         logits: distance(&logits, &expected_logits) / length(&expected_logits),
         gradients: gradients.collect(),
@@ -388,6 +403,7 @@ impl Bench<'_> {
         self.train(&mut executor, std::slice::from_ref(rows), 1)?;
         let device = executor.device();
         let sums = executor.state.tensors.iter().zip(&self.chain.tensors);
+        let sums = sums.filter(|(_, spec)| spec.running.is_none());
         let sums = sums.filter_map(|(held, spec)| Some((held.gradient.as_ref()?, spec.elements())));
         let unscaled = |(gradient, elements): (&GradientSum, usize)| -> Result<Vec<f32>> {
             let scaled = device.host_floats(&gradient.sum)?;
@@ -426,6 +442,8 @@ impl Bench<'_> {
         let program = compile(&plan, self.chain, Purpose::Predict)?;
         verify(&program, &plan, self.chain, Purpose::Predict)?;
         executor.set_sequence(rows.sequence);
-        Ok(executor.run(&program, &StepInput::evaluate(0, rows))?.logits)
+        // The reference's logits are those of its training forward.
+        let input = StepInput { batch_statistics: true, ..StepInput::evaluate(0, rows) };
+        Ok(executor.run(&program, &input)?.logits)
     }
 }

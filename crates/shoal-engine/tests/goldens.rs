@@ -1,4 +1,4 @@
-//! The mathematics of GPT-2, Llama, Qwen2, BERT and ViT against transformers: logits, every gradient, and twelve
+//! The mathematics of GPT-2, Llama, Qwen2, BERT and ViT against transformers, of VGG and ResNet against torchvision: logits, every gradient, and twelve
 //! steps of AdamW, whichever micro-batches cut the batch and whatever is kept; on the CPU, and on a GPU where there
 //! is one.
 
@@ -17,8 +17,18 @@ fn golden(model: &str) -> PathBuf {
 }
 
 fn compare_on(model: &str, device: GoldenDevice, precision: Precision, tolerance: f64) -> f64 {
+    compare_cut(model, &[1, 2, 3, 4], device, precision, tolerance)
+}
+
+fn compare_cut(
+    model: &str,
+    micro_batches: &[usize],
+    device: GoldenDevice,
+    precision: Precision,
+    tolerance: f64,
+) -> f64 {
     let mut worst_of_all = 0.0f64;
-    for micro_batch in [1, 2, 3, 4] {
+    for micro_batch in micro_batches.iter().copied() {
         for activations in [Activations::Keep, Activations::Recompute] {
             for layer_first in [false, true] {
                 let settings = GoldenSettings {
@@ -87,6 +97,17 @@ fn bert_agrees_with_transformers() {
 #[test]
 fn vit_agrees_with_transformers() {
     compare("vit");
+}
+
+#[test]
+fn vgg_agrees_with_torchvision() {
+    compare_cut("vgg", &[1, 3, 8], GoldenDevice::Cpu { threads: 2 }, Precision::Fp32, 1e-4);
+}
+
+/// Its batch norms are of the whole batch, which is not cut.
+#[test]
+fn resnet_agrees_with_torchvision() {
+    compare_cut("resnet", &[8], GoldenDevice::Cpu { threads: 2 }, Precision::Fp32, 1e-4);
 }
 
 #[test]

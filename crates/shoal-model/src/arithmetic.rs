@@ -5,9 +5,13 @@ use crate::chain::{BlockSpec, Chain, LayerKind, PatchSpec};
 use crate::config::Activation;
 
 impl Chain {
-    /// Parameters of the whole model; a tied tensor counts once.
+    /// Parameters of the whole model; a tied tensor counts once, running statistics do not.
     pub fn parameters(&self) -> u64 {
-        self.tensors.iter().map(|tensor| tensor.elements() as u64).sum()
+        self.tensors
+            .iter()
+            .filter(|tensor| tensor.running.is_none())
+            .map(|tensor| tensor.elements() as u64)
+            .sum()
     }
 
     /// Forward operations of one sample through the whole chain.
@@ -18,7 +22,11 @@ impl Chain {
     /// Operations of one sample's training step: the backward costs two products per forward one, but for
     /// images, which have no gradient.
     pub fn training_flops(&self, sequence: usize) -> u64 {
-        let products = |kind: &LayerKind| if matches!(kind, LayerKind::Patches(_)) { 2 } else { 3 };
+        let products = |kind: &LayerKind| match kind {
+            LayerKind::Patches(_) => 2,
+            LayerKind::Convolution(spec) if spec.first => 2,
+            _ => 3,
+        };
         self.layers.iter().map(|layer| products(&layer.kind) * layer.kind.forward_flops(sequence)).sum()
     }
 }
@@ -31,6 +39,7 @@ impl LayerKind {
             LayerKind::Patches(PatchSpec { image, width, .. }) => {
                 2 * image.patches() as u64 * image.patch_elements() as u64 * *width as u64
             }
+            LayerKind::Convolution(spec) => 2 * (spec.convolved_elements() * spec.window_elements()) as u64,
             LayerKind::Block(block) => block_flops(block, sequence),
             LayerKind::Head(head) => {
                 let transform = if head.transform.is_some() { head.width } else { 0 };

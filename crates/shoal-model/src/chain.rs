@@ -3,6 +3,7 @@
 //! gradients go to it.
 
 use crate::config::{Activation, Architecture, ImageShape, ModelConfig, Norm, NormPlace, Position};
+use crate::convolutional::ConvolutionSpec;
 
 /// What a tensor is to its layer. A layer's tensors are looked up by slot, so that kernels need no names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -45,6 +46,12 @@ pub enum Slot {
     FinalNormBias,
     OutputWeight,
     OutputBias,
+    ConvolutionWeight,
+    ConvolutionBias,
+    BatchNormWeight,
+    BatchNormBias,
+    RunningMean,
+    RunningVariance,
 }
 
 impl Slot {
@@ -60,6 +67,10 @@ impl Slot {
                 | Slot::MlpNormBias
                 | Slot::FinalNormWeight
                 | Slot::FinalNormBias
+                | Slot::BatchNormWeight
+                | Slot::BatchNormBias
+                | Slot::RunningMean
+                | Slot::RunningVariance
         )
     }
 
@@ -84,6 +95,8 @@ pub struct TensorSpec {
     pub name: String,
     pub shape: Vec<usize>,
     pub init: Init,
+    /// The share that a step's value has in it, where it is a running statistic of batches and not trained.
+    pub running: Option<f32>,
 }
 
 impl TensorSpec {
@@ -168,7 +181,8 @@ pub struct HeadSpec {
     pub width: usize,
     /// A dense layer with this activation comes before the norm.
     pub transform: Option<Activation>,
-    pub norm: Norm,
+    /// None where rows are projected as they come.
+    pub norm: Option<Norm>,
     pub norm_eps: f32,
     pub predicts: Predicts,
     /// The share of a target that is spread over all columns while training.
@@ -198,6 +212,7 @@ pub enum LayerKind {
     Embedding(EmbeddingSpec),
     Patches(PatchSpec),
     Block(BlockSpec),
+    Convolution(ConvolutionSpec),
     Head(HeadSpec),
 }
 
@@ -208,6 +223,8 @@ pub struct Layer {
     pub kind: LayerKind,
     /// The layer's tensors, as indices into [`Chain::tensors`].
     pub tensors: Vec<(Slot, usize)>,
+    /// Earlier layers whose outputs it takes: mostly the one before; two where branches join; none for the first.
+    pub inputs: Vec<usize>,
 }
 
 /// The model as the planner, the program and the engine see it.
@@ -235,6 +252,9 @@ impl Chain {
         }];
         layers.extend((0..config.layers).map(|index| builder.block(index)));
         layers.push(builder.head(&layers[0]));
+        for (index, layer) in layers.iter_mut().enumerate().skip(1) {
+            layer.inputs = vec![index - 1];
+        }
         Chain {
             layers,
             tensors: builder.tensors,
@@ -256,6 +276,12 @@ impl Chain {
         if self.image.is_some() { 1 } else { sequence }
     }
 
+    /// Layers that take a layer's output, in chain order: more than one where branches part.
+    pub fn readers(&self, layer: usize) -> impl Iterator<Item = usize> + '_ {
+        let takes = move |reader: &usize| self.layers[*reader].inputs.contains(&layer);
+        (layer + 1..self.layers.len()).filter(takes)
+    }
+
     /// Layers that use a tensor, in chain order: more than one where it is tied.
     pub fn users(&self, tensor: usize) -> impl Iterator<Item = usize> + '_ {
         self.layers
@@ -274,7 +300,7 @@ struct Builder<'a> {
 
 impl Builder<'_> {
     fn tensor(&mut self, slot: Slot, name: String, shape: Vec<usize>, init: Init) -> (Slot, usize) {
-        self.tensors.push(TensorSpec { name, shape, init });
+        self.tensors.push(TensorSpec { name, shape, init, running: None });
         (slot, self.tensors.len() - 1)
     }
 
@@ -327,7 +353,7 @@ impl Builder<'_> {
             norm,
             dropout: c.dropout.embedding,
         });
-        Layer { name: "embedding".into(), kind, tensors }
+        Layer { name: "embedding".into(), kind, tensors, inputs: Vec::new() }
     }
 
     fn patches(&mut self, image: ImageShape) -> Layer {
@@ -343,7 +369,7 @@ impl Builder<'_> {
         ];
         let tensors = rows.map(|(slot, part, shape, init)| self.tensor(slot, name(part), shape, init)).into();
         let kind = LayerKind::Patches(PatchSpec { image, width: c.width, dropout: c.dropout.embedding });
-        Layer { name: "patches".into(), kind, tensors }
+        Layer { name: "patches".into(), kind, tensors, inputs: Vec::new() }
     }
 
     fn block(&mut self, index: usize) -> Layer {
@@ -371,7 +397,7 @@ impl Builder<'_> {
             Architecture::Bert => self.bert_block(index),
             Architecture::Vit => self.vit_block(index),
         };
-        Layer { name: format!("block {index}"), kind, tensors }
+        Layer { name: format!("block {index}"), kind, tensors, inputs: Vec::new() }
     }
 
     fn gpt2_block(&mut self, index: usize) -> Vec<(Slot, usize)> {
@@ -527,7 +553,7 @@ impl Builder<'_> {
             vocabulary: c.vocabulary,
             width: c.width,
             transform: c.head_transform.then_some(c.activation),
-            norm: c.norm,
+            norm: Some(c.norm),
             norm_eps: c.norm_eps,
             predicts: match (classes, c.causal) {
                 (true, _) => Predicts::Class,
@@ -536,7 +562,7 @@ impl Builder<'_> {
             },
             label_smoothing: c.label_smoothing,
         });
-        Layer { name: "head".into(), kind, tensors }
+        Layer { name: "head".into(), kind, tensors, inputs: Vec::new() }
     }
 }
 

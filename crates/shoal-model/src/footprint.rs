@@ -4,6 +4,7 @@
 
 use crate::chain::{BlockSpec, EmbeddingSpec, HeadSpec, LayerKind, PatchSpec, Predicts};
 use crate::config::{Activation, Norm, NormPlace};
+use crate::convolutional::{ConvolutionSpec, Pool};
 use crate::precision::Precision;
 
 /// Every allocation is rounded up to this many bytes: a multiple of any vector register and of the
@@ -81,6 +82,7 @@ impl LayerKind {
             LayerKind::Embedding(spec) => embedding(spec, rows, precision),
             LayerKind::Block(spec) => block(spec, rows, precision),
             LayerKind::Patches(spec) => patches(spec, samples, precision),
+            LayerKind::Convolution(spec) => convolution(spec, samples),
             LayerKind::Head(spec) => head(spec, samples, sequence, precision),
         }
     }
@@ -199,12 +201,80 @@ fn block(spec: &BlockSpec, rows: usize, precision: Precision) -> Footprint {
     }
 }
 
+/// Images are fp32: convolutions have no other precision yet.
+fn convolution(spec: &ConvolutionSpec, samples: usize) -> Footprint {
+    let bytes = |per_sample: usize| allocation_bytes(samples * per_sample);
+    let (x, output) = (bytes(spec.input_elements()), bytes(spec.output_elements()));
+    let convolved = bytes(spec.convolved_elements());
+    let statistics = if spec.norm.is_some() { allocation_bytes(2 * spec.outputs) } else { 0 };
+    let scratch = spec.scratch_elements(samples).map_or(0, allocation_bytes);
+    let joined = if spec.joins { convolved } else { 0 };
+    let pooled = spec.pool == Some(Pool::Average);
+    let reduced = matches!(spec.pool, Some(Pool::Max { .. }));
+    let mask = if spec.relu { allocation_bytes(spec.mask_elements(samples)) } else { 0 };
+
+    let mut forward = Meter { live: x + joined, peak: x + joined };
+    if spec.first {
+        forward.take(x);
+        forward.give(x);
+    }
+    forward.take(convolved + scratch);
+    forward.give(scratch);
+    if spec.norm.is_some() {
+        forward.take(statistics + convolved);
+        forward.give(joined);
+    }
+    if reduced {
+        forward.take(2 * output); // where the largest were, and they themselves
+        forward.give(convolved);
+    }
+    forward.take(mask);
+    if pooled {
+        forward.take(output);
+        forward.give(convolved);
+    }
+    let kept = if spec.norm.is_some() { convolved + statistics } else { 0 };
+    let saved = x + kept + mask + if reduced { output } else { 0 };
+    debug_assert_eq!(forward.live, saved + output);
+
+    let mut backward = Meter { live: saved + output, peak: saved + output };
+    if pooled {
+        backward.take(convolved);
+        backward.give(output);
+    }
+    backward.give(mask);
+    if reduced {
+        backward.take(convolved);
+        backward.give(2 * output);
+    }
+    backward.take(joined);
+    backward.take(statistics); // sums of as many numbers
+    backward.give(statistics + kept);
+    backward.take(scratch);
+    if !spec.first {
+        backward.take(x);
+    }
+    let forward_peak = forward.peak - x - joined;
+    Footprint {
+        output,
+        input: x + joined,
+        saved,
+        forward_peak,
+        forward_lean_peak: forward_peak,
+        recompute_peak: 0,
+        backward_peak: backward.peak - saved - output,
+    }
+}
+
 fn head(spec: &HeadSpec, samples: usize, sequence: usize, precision: Precision) -> Footprint {
     let boundary = compute_bytes(samples * sequence * spec.width, precision);
     // From here on only the rows that have logits.
     let rows = spec.rows(samples, sequence);
-    let normed = compute_bytes(rows * spec.width, precision);
-    let statistics = allocation_bytes(rows * norm_statistics(spec.norm));
+    let projected = compute_bytes(rows * spec.width, precision);
+    let (normed, statistics) = match spec.norm {
+        Some(norm) => (projected, allocation_bytes(rows * norm_statistics(norm))),
+        None => (0, 0),
+    };
     let targets = allocation_bytes(rows);
     let columns = spec.logit_columns(precision);
     let logits = compute_bytes(rows * columns, precision);
@@ -220,7 +290,7 @@ fn head(spec: &HeadSpec, samples: usize, sequence: usize, precision: Precision) 
         recompute_peak: transformed + statistics + normed + logits,
         // The norm's output and the gradient of its input; where there is a dense layer, its input's gradient
         // takes the place of the former. Where not every row has logits, then the gradient of all.
-        backward_peak: 2 * normed + if spec.predicts == Predicts::Class { boundary } else { 0 },
+        backward_peak: projected + normed + if spec.predicts == Predicts::Class { boundary } else { 0 },
     }
 }
 
@@ -229,6 +299,6 @@ pub fn prediction_peak(spec: &HeadSpec, samples: usize, sequence: usize, precisi
     let rows = spec.predicted_rows(samples, sequence);
     let boundary = compute_bytes(rows * spec.width, precision);
     let transformed = if spec.transform.is_some() { 2 * boundary } else { 0 };
-    let statistics = allocation_bytes(rows * norm_statistics(spec.norm));
-    transformed + statistics + boundary + compute_bytes(rows * spec.logit_columns(precision), precision)
+    let normed = spec.norm.map_or(0, |norm| boundary + allocation_bytes(rows * norm_statistics(norm)));
+    transformed + normed + compute_bytes(rows * spec.logit_columns(precision), precision)
 }

@@ -6,6 +6,7 @@
 //! - [`hugging_face`]: `config.json` to and from that description.
 //! - [`presets`]: the usual sizes by name.
 //! - [`chain`]: the description unrolled into layers and tensors, the rows of a plan.
+//! - [`convolutional`]: VGG and ResNet, as chains of convolutions.
 //! - [`precision`]: in which numbers it is computed, and what that changes about its tensors.
 //! - [`arithmetic`]: parameters and floating-point operations.
 //! - [`footprint`]: the bytes each layer's forward and backward take, to the byte.
@@ -13,6 +14,7 @@
 pub mod arithmetic;
 pub mod chain;
 pub mod config;
+pub mod convolutional;
 pub mod footprint;
 pub mod hugging_face;
 pub mod precision;
@@ -24,6 +26,7 @@ pub use chain::{
 pub use config::{
     Activation, Architecture, Dropout, ImageShape, ModelConfig, Norm, NormPlace, Position, RotaryScaling,
 };
+pub use convolutional::{BatchNorm, ConvolutionSpec, ConvolutionalConfig, Pool};
 pub use footprint::{Footprint, Retention};
 pub use hugging_face::ConfigError;
 pub use precision::{Precision, UnknownPrecision};

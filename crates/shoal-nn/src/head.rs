@@ -18,7 +18,8 @@ pub struct HeadSaved {
     /// Kept only because it arrived with `x`; released with the rest.
     _targets: Tensor,
     transformed: Option<Transformed>,
-    statistics: Tensor,
+    /// Of the norm, where there is one.
+    statistics: Option<Tensor>,
     /// Already the gradient of the loss.
     logits: Tensor,
 }
@@ -31,8 +32,9 @@ struct Transformed {
     after: Tensor,
 }
 
-fn norm_site(spec: &HeadSpec) -> NormSite {
-    NormSite::new(spec.norm, spec.norm_eps, Slot::FinalNormWeight, Slot::FinalNormBias)
+fn norm_site(spec: &HeadSpec) -> Option<NormSite> {
+    let site = |norm| NormSite::new(norm, spec.norm_eps, Slot::FinalNormWeight, Slot::FinalNormBias);
+    spec.norm.map(site)
 }
 
 /// The activation of the dense layer, where there is one.
@@ -87,8 +89,19 @@ fn add_losses(
 /// Rows on their way to the logits.
 struct Normed {
     transformed: Option<Transformed>,
-    statistics: Tensor,
-    normed: Tensor,
+    /// Statistics and normed rows, where there is a norm.
+    normed: Option<(Tensor, Tensor)>,
+}
+
+impl Normed {
+    /// The rows that are projected, from those that came in.
+    fn rows<'a>(&'a self, x: Mat<'a>) -> Mat<'a> {
+        match (&self.normed, &self.transformed) {
+            (Some((_, normed)), _) => Mat::new(normed, x.rows, x.cols),
+            (None, Some(made)) => Mat::new(&made.after, x.rows, x.cols),
+            (None, None) => x,
+        }
+    }
 }
 
 /// Everything before the output projection.
@@ -104,11 +117,12 @@ fn norm_rows(spec: &HeadSpec, call: &Call, parameters: &Parameters, x: Mat) -> R
             Some(Transformed { before, after })
         }
     };
+    let Some(norm) = norm else { return Ok(Normed { transformed, normed: None }) };
     let mut statistics = call.room("norm statistics", Element::F32, x.rows * norm.kind.statistics())?;
     let mut normed = room("normed rows")?;
     let input = transformed.as_ref().map_or(x, |made| Mat::new(&made.after, x.rows, spec.width));
     norm.forward(device, parameters, input, &mut statistics, &mut normed)?;
-    Ok(Normed { transformed, statistics, normed })
+    Ok(Normed { transformed, normed: Some((statistics, normed)) })
 }
 
 pub(crate) fn forward(
@@ -120,16 +134,17 @@ pub(crate) fn forward(
     mut loss: LossSink,
 ) -> Result<HeadSaved> {
     let (device, rows) = (call.device, spec.rows(call.samples.len(), call.sequence));
-    let Normed { transformed, statistics, normed } =
-        norm_rows(spec, call, parameters, logit_rows(spec, call, &x))?;
+    let made = norm_rows(spec, call, parameters, logit_rows(spec, call, &x))?;
     let columns = spec.logit_columns(call.precision);
     let mut logits = call.room("logits", element(call.precision), rows * columns)?;
     let target = MatMut::new(&mut logits, rows, columns);
-    let (input, bias) = (Mat::new(&normed, rows, spec.width), parameters.optional(Slot::OutputBias));
+    let (input, bias) = (made.rows(logit_rows(spec, call, &x)), parameters.optional(Slot::OutputBias));
     device.linear(input, output_linear(spec, call, parameters), bias, None, target)?;
     let mode = LossMode::Gradient { scale: loss.scale };
     let rows_of_logits = MatMut::columns(&mut logits, rows, 0, spec.vocabulary, columns);
     add_losses(spec, call, (&targets, 0), mode, rows_of_logits, &mut loss)?;
+    let Normed { transformed, normed } = made;
+    let statistics = normed.map(|(statistics, _)| statistics);
     Ok(HeadSaved { x, _targets: targets, transformed, statistics, logits })
 }
 
@@ -150,7 +165,7 @@ pub(crate) fn loss_only(
     let (linear, bias) = (output_linear(spec, call, parameters), parameters.optional(Slot::OutputBias));
     for first in (0..rows).step_by(chunk) {
         let count = chunk.min(rows - first);
-        let input = Mat::new(&made.normed, rows, spec.width).rows(first, count);
+        let input = made.rows(logit_rows(spec, call, x)).rows(first, count);
         let target = MatMut::new(&mut logits, chunk, columns).rows(0, count);
         device.linear(input, linear, bias, None, target)?;
         let rows_of_logits = MatMut::columns(&mut logits, count, 0, spec.vocabulary, columns);
@@ -176,17 +191,22 @@ pub(crate) fn backward(
     let target = MatMut::new(&mut normed, rows, spec.width);
     let slopes = Mat::new(&logits, rows, columns);
     device.linear_input_gradient(slopes, output_linear(spec, call, parameters), target, false)?;
-    let mut dx = room("gradient of the norm's input")?;
     let x = logit_rows(spec, call, &x);
     let input = transformed.as_ref().map_or(x, |made| Mat::new(&made.after, rows, spec.width));
-    let to = (&mut dx, false);
-    norm.backward(device, parameters, gradients, input, &statistics, &mut normed, to, None)?;
+    let mut dx = None;
+    if let Some((norm, statistics)) = norm.zip(statistics.as_ref()) {
+        let dx = dx.insert(room("gradient of the norm's input")?);
+        norm.backward(device, parameters, gradients, input, statistics, &mut normed, (dx, false), None)?;
+    }
+    let projected = if dx.is_some() { Mat::new(&normed, rows, spec.width) } else { input };
     let (sum, more) = gradients.add_to(Slot::OutputWeight);
-    device.linear_weight_gradient(Mat::new(&normed, rows, spec.width), slopes, sum, false, more)?;
+    device.linear_weight_gradient(projected, slopes, sum, false, more)?;
     if gradients.has(Slot::OutputBias) {
         let (sum, more) = gradients.add_to(Slot::OutputBias);
         device.bias_gradient(slopes, sum, more)?;
     }
+    // Without a norm the gradient of what is projected is that of what came in.
+    let Some(mut dx) = dx else { return all_rows(spec, call, normed) };
     let (Some(kind), Some(Transformed { mut before, .. })) = (transform(spec), transformed) else {
         return all_rows(spec, call, dx);
     };
@@ -232,7 +252,7 @@ pub fn predict(spec: &HeadSpec, call: &Call, parameters: &Parameters, x: &Tensor
     let columns = spec.logit_columns(call.precision);
     let mut logits = call.room("predicted logits", element(call.precision), rows * columns)?;
     let target = MatMut::new(&mut logits, rows, columns);
-    let (input, bias) = (Mat::new(&made.normed, rows, spec.width), parameters.optional(Slot::OutputBias));
+    let (input, bias) = (made.rows(x), parameters.optional(Slot::OutputBias));
     device.linear(input, output_linear(spec, call, parameters), bias, None, target)?;
     Ok(logits)
 }

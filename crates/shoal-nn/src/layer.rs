@@ -8,9 +8,10 @@ use shoal_kernels::{Device, DropoutSite, Element, Gelu, Tensor};
 use shoal_model::{Activation, LayerKind, Precision, Retention};
 
 use crate::block::BlockSaved;
+use crate::convolution::ConvolutionSaved;
 use crate::head::HeadSaved;
 use crate::parameters::{Gradients, Parameters};
-use crate::{block, embedding, head, patches};
+use crate::{block, convolution, embedding, head, patches};
 
 /// What random draws depend on, beside layer, site, sample and element.
 #[derive(Clone, Copy, Debug)]
@@ -48,6 +49,8 @@ pub struct Call<'a> {
     pub precision: Precision,
     /// None in evaluation: nothing is dropped.
     pub randomness: Option<Randomness>,
+    /// Whether batches are normed by their own statistics; otherwise by the running ones.
+    pub batch_statistics: bool,
     /// Cosines and sines by position, for rotary models.
     pub rotary: Option<&'a Tensor>,
 }
@@ -85,6 +88,8 @@ pub enum Feed {
     Tokens(Tensor),
     Images(Tensor),
     Hidden(Tensor),
+    /// Two branches' outputs, the second to be added.
+    Joined(Tensor, Tensor),
     /// The last layer also takes the targets.
     HiddenAndTargets(Tensor, Tensor),
 }
@@ -96,6 +101,7 @@ pub enum Saved {
     Embedding(Tensor),
     Patches(Tensor),
     Block(Box<BlockSaved>),
+    Convolution(Box<ConvolutionSaved>),
     Head(HeadSaved),
 }
 
@@ -136,6 +142,20 @@ pub fn forward(
                 Retention::Nothing => None,
             };
             Ok((output, saved))
+        }
+        (LayerKind::Convolution(spec), feed) => {
+            let (x, other) = match feed {
+                Feed::Images(x) | Feed::Hidden(x) => (x, None),
+                Feed::Joined(x, other) => (x, Some(other)),
+                _ => panic!("layer {} takes images", call.layer),
+            };
+            let (saved, output) = convolution::forward(spec, call, parameters, x, other)?;
+            let saved = match retention {
+                Retention::Saved => Some(Saved::Convolution(saved.into())),
+                Retention::Input => panic!("layer {} is not recomputed", call.layer),
+                Retention::Nothing => None,
+            };
+            Ok((Some(output), saved))
         }
         (LayerKind::Head(spec), Feed::HiddenAndTargets(x, targets)) => {
             let loss = loss.expect("the last layer has a loss to add to");
@@ -179,7 +199,7 @@ pub fn recompute(
     }
 }
 
-/// From the gradient of the output to the gradient of the input; adds the parameters' gradients up.
+/// From the gradient of the output to the gradients of the inputs, those of tokens and images left out; adds the parameters' gradients up.
 pub fn backward(
     kind: &LayerKind,
     call: &Call,
@@ -187,21 +207,24 @@ pub fn backward(
     gradients: &mut Gradients,
     saved: Saved,
     gradient: Option<Tensor>,
-) -> Result<Option<Tensor>> {
+) -> Result<Vec<Tensor>> {
     match (kind, saved, gradient) {
         (LayerKind::Embedding(spec), Saved::Embedding(tokens), Some(dy)) => {
             embedding::backward(spec, call, parameters, gradients, &tokens, dy)?;
-            Ok(None)
+            Ok(Vec::new())
         }
         (LayerKind::Patches(spec), Saved::Patches(images), Some(dy)) => {
             patches::backward(spec, call, gradients, &images, dy)?;
-            Ok(None)
+            Ok(Vec::new())
         }
         (LayerKind::Block(spec), Saved::Block(saved), Some(dy)) => {
-            block::backward(spec, call, parameters, gradients, *saved, dy).map(Some)
+            block::backward(spec, call, parameters, gradients, *saved, dy).map(|dx| vec![dx])
+        }
+        (LayerKind::Convolution(spec), Saved::Convolution(saved), Some(dy)) => {
+            convolution::backward(spec, call, parameters, gradients, *saved, dy)
         }
         (LayerKind::Head(spec), Saved::Head(saved), None) => {
-            head::backward(spec, call, parameters, gradients, saved).map(Some)
+            head::backward(spec, call, parameters, gradients, saved).map(|dx| vec![dx])
         }
         _ => panic!("layer {} was handed what its backward does not take", call.layer),
     }

@@ -3,12 +3,13 @@
 //! backward is decided by the plan, not discovered.
 //!
 //! - [`layer`]: forward, recompute and backward of any layer, by its kind.
-//! - [`embedding`], [`patches`], [`block`], [`head`]: the kinds.
+//! - [`embedding`], [`patches`], [`block`], [`convolution`], [`head`]: the kinds.
 //! - [`parameters`]: a layer's view of its tensors and of the gradient sums it adds to.
 //! - [`optimizer`], [`schedule`]: updates and learning rates.
 //! - [`init`]: the values a new model starts from.
 
 pub mod block;
+pub mod convolution;
 pub mod embedding;
 pub mod head;
 pub mod init;

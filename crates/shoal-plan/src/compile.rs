@@ -20,6 +20,8 @@ pub enum CompileError {
         "{layer} is cut into other micro-batches than the layer before it: cutting activations again is not compiled yet"
     )]
     Recut { layer: String },
+    #[error("{layer} norms the whole batch together: its statistics do not go between micro-batches yet")]
+    SplitGroup { layer: String },
 }
 
 /// Compiles the program of the plan's device for one step (or one evaluation, or one prediction).
@@ -27,7 +29,10 @@ pub fn compile(plan: &Plan, chain: &Chain, purpose: Purpose) -> Result<Program, 
     plan.check(chain)?;
     refuse_movement(plan)?;
     let ops = match purpose {
-        Purpose::Train => training(plan, chain),
+        Purpose::Train => {
+            refuse_split_groups(plan, chain)?;
+            training(plan, chain)
+        }
         Purpose::Evaluate => evaluation(plan, chain),
         Purpose::Predict => prediction(plan, chain),
     };
@@ -59,14 +64,28 @@ fn refuse_movement(plan: &Plan) -> Result<(), CompileError> {
     Ok(())
 }
 
+/// A batch norm's group is the whole batch, so a training step must see it at once.
+fn refuse_split_groups(plan: &Plan, chain: &Chain) -> Result<(), CompileError> {
+    let norms = |kind: &LayerKind| matches!(kind, LayerKind::Convolution(spec) if spec.norm.is_some());
+    match chain.layers.iter().find(|layer| norms(&layer.kind)) {
+        Some(layer) if micro_batches(plan).len() > 1 => {
+            Err(CompileError::SplitGroup { layer: layer.name.clone() })
+        }
+        _ => Ok(()),
+    }
+}
+
 fn micro_batches(plan: &Plan) -> &[Samples] {
     &plan.layers[0].compute[0].micro_batches
 }
 
 fn forward_op(plan: &Plan, chain: &Chain, layer: usize, samples: Samples) -> Op {
     let recompute = plan.layers[layer].compute[0].activations == Activations::Recompute
-        // A first layer keeps its tokens or images either way.
-        && !matches!(chain.layers[layer].kind, LayerKind::Embedding(_) | LayerKind::Patches(_));
+        // A first layer keeps its tokens or images either way; convolutions are not recomputed yet.
+        && !matches!(
+            chain.layers[layer].kind,
+            LayerKind::Embedding(_) | LayerKind::Patches(_) | LayerKind::Convolution(_)
+        );
     Op::Forward { layer, samples, keep: if recompute { Keep::Input } else { Keep::All } }
 }
 

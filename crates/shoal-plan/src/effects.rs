@@ -18,9 +18,10 @@ pub enum Value {
     /// Tokens or images, as they come in.
     Inputs(Samples),
     Targets(Samples),
-    /// A layer's output.
+    /// A layer's output, for one of the layers that take it: where branches part, a forward makes several.
     Activation {
         layer: usize,
+        reader: usize,
         samples: Samples,
     },
     /// What a layer's backward reads.
@@ -33,9 +34,10 @@ pub enum Value {
         layer: usize,
         samples: Samples,
     },
-    /// The gradient of a layer's output.
+    /// The gradient of a layer's output, as far as it comes from one of the layers that take it.
     Gradient {
         layer: usize,
+        reader: usize,
         samples: Samples,
     },
 }
@@ -65,11 +67,19 @@ impl fmt::Display for Value {
         match self {
             Value::Inputs(samples) => write!(f, "the inputs of {samples}"),
             Value::Targets(samples) => write!(f, "the targets of {samples}"),
-            Value::Activation { layer, samples } => write!(f, "the output of layer {layer}, {samples}"),
+            Value::Activation { layer, reader, samples } if *reader == layer + 1 => {
+                write!(f, "the output of layer {layer}, {samples}")
+            }
+            Value::Activation { layer, reader, samples } => {
+                write!(f, "the output of layer {layer} for layer {reader}, {samples}")
+            }
             Value::Saved { layer, samples } => write!(f, "what layer {layer} saved, {samples}"),
             Value::Input { layer, samples } => write!(f, "the kept input of layer {layer}, {samples}"),
-            Value::Gradient { layer, samples } => {
+            Value::Gradient { layer, reader, samples } if *reader == layer + 1 => {
                 write!(f, "the gradient of layer {layer}'s output, {samples}")
+            }
+            Value::Gradient { layer, reader, samples } => {
+                write!(f, "the gradient of layer {layer}'s output from layer {reader}, {samples}")
             }
         }
     }
@@ -113,12 +123,12 @@ pub struct Effects {
 pub fn effects(op: &Op, chain: &Chain) -> Effects {
     let last = chain.layers.len() - 1;
     let tensors = |layer: usize| chain.layers[layer].tensors.iter().map(|(_, tensor)| *tensor).collect();
-    // What a layer is fed: inputs, or the layer before's output; the last also the targets.
+    // What a layer is fed: the step's inputs, or earlier layers' outputs; the last also the targets.
     let feed = |layer: usize, samples: Samples| {
-        let mut feed = vec![match layer {
-            0 => Value::Inputs(samples),
-            _ => Value::Activation { layer: layer - 1, samples },
-        }];
+        let inputs = chain.layers[layer].inputs.iter();
+        let mut feed: Vec<Value> =
+            inputs.map(|from| Value::Activation { layer: *from, reader: layer, samples }).collect();
+        feed.extend((layer == 0).then_some(Value::Inputs(samples)));
         feed.extend((layer == last).then_some(Value::Targets(samples)));
         feed
     };
@@ -134,8 +144,9 @@ pub fn effects(op: &Op, chain: &Chain) -> Effects {
             ..Effects::default()
         },
         Op::Forward { layer, samples, keep } => {
-            let mut makes = Vec::new();
-            makes.extend((layer != last).then_some(Value::Activation { layer, samples }));
+            let readers = chain.readers(layer);
+            let mut makes: Vec<Value> =
+                readers.map(|reader| Value::Activation { layer, reader, samples }).collect();
             makes.extend(match keep {
                 Keep::All => Some(Value::Saved { layer, samples }),
                 Keep::Input => Some(Value::Input { layer, samples }),
@@ -158,14 +169,15 @@ pub fn effects(op: &Op, chain: &Chain) -> Effects {
         },
         Op::Backward { layer, samples } => {
             let mut uses_up = vec![Value::Saved { layer, samples }];
-            uses_up.extend((layer != last).then_some(Value::Gradient { layer, samples }));
+            uses_up.extend(chain.readers(layer).map(|reader| Value::Gradient { layer, reader, samples }));
             let sums: Vec<usize> = tensors(layer);
             Effects {
                 uses_up,
-                makes: match layer {
-                    0 => vec![],
-                    _ => vec![Value::Gradient { layer: layer - 1, samples }],
-                },
+                makes: chain.layers[layer]
+                    .inputs
+                    .iter()
+                    .map(|from| Value::Gradient { layer: *from, reader: layer, samples })
+                    .collect(),
                 adds_to: sums.iter().map(|tensor| Sum::Gradient { tensor: *tensor }).collect(),
                 reads_tensors: sums,
                 ..Effects::default()

@@ -89,6 +89,8 @@ fn change(op: &Op, sequence: usize, precision: Precision, chain: &Chain) -> Chan
     let footprint = |layer: usize, samples: Samples| {
         chain.layers[layer].kind.footprint(samples.count(), sequence, precision)
     };
+    // Outputs beyond the first.
+    let copies = |layer: usize| (chain.readers(layer).count() as u64).saturating_sub(1);
     let none = Change { peak: 0, gain: 0, loss: 0 };
     match *op {
         Op::Load { samples } => {
@@ -99,10 +101,15 @@ fn change(op: &Op, sequence: usize, precision: Precision, chain: &Chain) -> Chan
         Op::Forward { layer, samples, keep } => {
             let Footprint { output, input, saved, forward_peak, forward_lean_peak, .. } =
                 footprint(layer, samples);
+            let change = |peak: u64, gain: u64, loss: u64| {
+                // Copies of the output for further branches are made when all else is done.
+                let gain = gain + copies(layer) * output;
+                Change { peak: peak.max(gain.saturating_sub(loss)), gain, loss }
+            };
             match keep {
-                Keep::All => Change { peak: forward_peak, gain: output + saved, loss: input },
-                Keep::Input => Change { peak: forward_lean_peak, gain: output, loss: 0 },
-                Keep::Nothing => Change { peak: forward_lean_peak, gain: output, loss: input },
+                Keep::All => change(forward_peak, output + saved, input),
+                Keep::Input => change(forward_lean_peak, output, 0),
+                Keep::Nothing => change(forward_lean_peak, output, input),
             }
         }
         Op::Recompute { layer, samples } => {
@@ -111,11 +118,12 @@ fn change(op: &Op, sequence: usize, precision: Precision, chain: &Chain) -> Chan
         }
         Op::Backward { layer, samples } => {
             let Footprint { output, saved, backward_peak, .. } = footprint(layer, samples);
-            let input_gradient = match layer {
-                0 => 0,
-                _ => footprint(layer - 1, samples).output,
-            };
-            Change { peak: backward_peak, gain: input_gradient, loss: saved + output }
+            let inputs = chain.layers[layer].inputs.iter();
+            let input_gradients = inputs.map(|from| footprint(*from, samples).output).sum();
+            // The branches' gradients are one before the layer begins.
+            let merged = copies(layer) * output;
+            let peak = backward_peak.saturating_sub(merged);
+            Change { peak, gain: input_gradients, loss: saved + output + merged }
         }
         Op::Predict { layer, samples } => {
             let Footprint { input, .. } = footprint(layer, samples);

@@ -65,6 +65,9 @@ impl PlanError {
             PlanError::MicroBatch { .. } => {
                 Some("set plan.micro_batch to between 1 and train.global_batch, or leave it out".into())
             }
+            PlanError::Compile(CompileError::SplitGroup { .. }) => {
+                Some("leave plan.micro_batch out, or set it to train.global_batch".into())
+            }
             PlanError::Compile(_) => None,
         }
     }
@@ -96,6 +99,8 @@ pub fn plan_one_device(
     };
     let sizes = match wanted.micro_batch {
         Some(size) => vec![size],
+        // Statistics of the whole batch: it is not cut.
+        None if chain.has_batch_norm() => vec![global_batch],
         None => candidate_sizes(global_batch, sequence, device.rows_enough),
     };
     let kinds = match wanted.activations {

@@ -38,9 +38,14 @@ struct Index {
 
 impl Folder {
     pub fn open(dir: &Path) -> Result<Folder> {
+        Folder::described_by(dir, CONFIG_FILE)
+    }
+
+    /// The same for a folder whose model is described by another file than config.json.
+    pub fn described_by(dir: &Path, config_file: &str) -> Result<Folder> {
         // First, so that a folder that does not exist is not reported as one without a config.
         let listed = disk::entries(dir)?;
-        let config = read_config(dir)?;
+        let config = read_config(dir, config_file)?;
         let (files, holders) = if disk::exists(&dir.join(WEIGHTS_FILE))? {
             open_single(&dir.join(WEIGHTS_FILE))?
         } else if disk::exists(&dir.join(INDEX_FILE))? {
@@ -51,7 +56,7 @@ impl Folder {
         Ok(Folder { dir: dir.to_owned(), config, files, holders })
     }
 
-    /// `config.json`, an object.
+    /// What describes the model, an object.
     pub fn config(&self) -> &Value {
         &self.config
     }
@@ -86,8 +91,8 @@ impl Folder {
     }
 }
 
-fn read_config(dir: &Path) -> Result<Value> {
-    let path = dir.join(CONFIG_FILE);
+fn read_config(dir: &Path, file: &str) -> Result<Value> {
+    let path = dir.join(file);
     if !disk::exists(&path)? {
         return Err(Error::NoConfig { dir: dir.to_owned() });
     }
