@@ -90,7 +90,7 @@ fn counted_bytes_are_those_forecast() {
     let chains = [
         vgg(&[1, 2], &[11], 9, false),
         vgg(&[2, 1, 1], &[6, 13], 16, true),
-        vgg(&[1], &[], 2, false),
+        vgg(&[1], &[4], 2, false),
         resnet(&[1, 1], false, 17),
         resnet(&[2, 2, 1], true, 24),
         resnet(&[1, 1, 1, 2], true, 40),

@@ -23,7 +23,8 @@ use common::{
 use proptest::prelude::*;
 use shoal_kernels::device::SCALAR_ELEMENTS;
 use shoal_kernels::{
-    AttentionBackward, Device, DropoutSite, Linear, LossMode, Mat, MatMut, NormKind, Tensor,
+    AttentionBackward, Averages, Convolutional, Device, DropoutSite, Filters, Linear, LossMode, Mat, MatMut,
+    NormKind, Tensor, Window,
 };
 
 /// Of each property. All of them together take some five seconds on one core.
@@ -95,6 +96,85 @@ fn assert_gradient<T: Copy + Into<f64>>(
 
 proptest! {
     #![proptest_config(config(CASES))]
+
+    #[test]
+    fn convolution(
+        (samples, height, width) in (1usize..=2, 3usize..=7, 3usize..=7),
+        (channels, outputs) in (1usize..=5, 1usize..=5),
+        (kernel, stride, padding) in (1usize..=3, 1usize..=2, 0usize..=1),
+        seed: u64,
+    ) {
+        let device = device(2);
+        let kernel = (kernel, kernel);
+        let window = Window { samples, height, width, channels, kernel, stride, padding };
+        let x = normal(seed, "x", window.input_elements());
+        let weight = normal(seed, "weight", outputs * window.elements());
+        let c = normal(seed, "c", window.rows() * outputs);
+        let room = || (!window.is_pixel()).then(|| unwritten(&device, 5 * window.elements()));
+        let forward = |x: &[f32], weight: &[f32]| -> Vec<f32> {
+            let mut out = unwritten(&device, c.len());
+            let weight = tensor(&device, weight);
+            let filters = Filters { weight: &weight, outputs };
+            let x = tensor(&device, x);
+            device.convolution(window, &x, filters, None, room().as_mut(), &mut out).unwrap();
+            out.floats().to_vec()
+        };
+        let (dy, weights) = (tensor(&device, &c), tensor(&device, &weight));
+        let filters = Filters { weight: &weights, outputs };
+        let (mut dx, mut dw) = (unwritten(&device, x.len()), unwritten(&device, weight.len()));
+        device.convolution_input_gradient(window, &dy, filters, room().as_mut(), &mut dx).unwrap();
+        let sum = (&mut dw, false);
+        device.convolution_weight_gradient(window, &tensor(&device, &x), &dy, room().as_mut(), sum).unwrap();
+        assert_gradient("convolution: x", seed, &x, &c, dx.floats(), |x| forward(x, &weight));
+        assert_gradient("convolution: weight", seed, &weight, &c, dw.floats(), |weight| forward(&x, weight));
+    }
+
+    #[test]
+    fn average_pool((height, width) in (1usize..=9, 1usize..=9), bins in (1usize..=9, 1usize..=9), seed: u64) {
+        let device = device(2);
+        let shape = Averages { samples: 2, height, width, channels: 3, bins };
+        let (x, c) = (normal(seed, "x", 6 * height * width), normal(seed, "c", 6 * bins.0 * bins.1));
+        let mut dx = unwritten(&device, x.len());
+        device.average_pool_gradient(shape, &tensor(&device, &c), &mut dx).unwrap();
+        assert_gradient("average_pool", seed, &x, &c, dx.floats(), |x| {
+            let mut out = unwritten(&device, c.len());
+            device.average_pool(shape, &tensor(&device, x), &mut out).unwrap();
+            out.floats().to_vec()
+        });
+    }
+
+    /// The statistics move with the numbers that they are of.
+    #[test]
+    fn batch_norm((rows, cols) in (8usize..60, 1usize..40), seed: u64) {
+        const EPS: f32 = 1e-5;
+        let device = device(2);
+        let x = normal(seed, "x", rows * cols);
+        let (weight, bias) = (normal(seed, "weight", cols), normal(seed, "bias", cols));
+        let c = normal(seed, "c", rows * cols);
+        let measured = |x: &Tensor| {
+            let mut statistics = unwritten(&device, 2 * cols);
+            device.column_statistics(Mat::new(x, rows, cols), &mut statistics).unwrap();
+            statistics
+        };
+        let forward = |x: &[f32], weight: &[f32], bias: &[f32]| -> Vec<f32> {
+            let (x, weight, bias) = (tensor(&device, x), tensor(&device, weight), tensor(&device, bias));
+            let (statistics, mut out) = (measured(&x), unwritten(&device, rows * cols));
+            let [mean, variance] = [0, 1].map(|row| Mat::new(&statistics, 2, cols).rows(row, 1));
+            let x = Mat::new(&x, rows, cols);
+            device.column_norm(EPS, x, mean, variance, &weight, &bias, None, &mut out).unwrap();
+            out.floats().to_vec()
+        };
+        let (given, mut gradient) = (tensor(&device, &x), tensor(&device, &c));
+        let (statistics, mut sums) = (measured(&given), unwritten(&device, 2 * cols));
+        let (mat, weights) = (Mat::new(&given, rows, cols), tensor(&device, &weight));
+        device.column_norm_sums(EPS, mat, &statistics, &gradient, &mut sums).unwrap();
+        let to = &mut gradient;
+        device.column_norm_gradient(EPS, mat, &statistics, &weights, &sums, rows, to).unwrap();
+        assert_gradient("batch norm: x", seed, &x, &c, gradient.floats(), |x| forward(x, &weight, &bias));
+        let (plain, along) = sums.floats().split_at(cols);
+        assert_gradient("batch norm: weight", seed, &weight, &c, along, |weight| forward(&x, weight, &bias));
+        assert_gradient("batch norm: bias", seed, &bias, &c, plain, |bias| forward(&x, &weight, bias));
+    }
 
     #[test]
     fn linear(

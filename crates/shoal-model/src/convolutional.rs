@@ -239,6 +239,9 @@ impl ConvolutionalConfig {
             return Some(format!("a size is 0 or past the limit of {SIZE_MAX}"));
         }
         match &self.body {
+            Body::Vgg { classifier, .. } if classifier.is_empty() => {
+                Some("there are no dense layers before the last".into())
+            }
             Body::Vgg { groups, .. } if groups.len() > 5 || self.size >> pools == 0 => {
                 Some(format!("images of size {} cannot be halved {pools} times", self.size))
             }
@@ -522,6 +525,28 @@ mod tests {
         for (name, published) in [("vgg16", 15.47), ("resnet18", 1.81), ("resnet50", 4.09)] {
             let flops = Chain::convolutional(&preset(name).unwrap()).forward_flops(1) as f64;
             assert!((flops / 2e9 / published - 1.0).abs() < 0.01, "{name}: {flops}");
+        }
+    }
+
+    #[test]
+    fn a_shape_that_no_chain_can_have_is_refused() {
+        let vgg = r#"{"architecture": "vgg11", "first_channels": 8, "classifier": [4], "classes": 10, "image": 32}"#;
+        let resnet = r#"{"architecture": "resnet", "block": "basic", "blocks": [1, 1], "first_channels": 8, "classes": 10, "image": 32}"#;
+        let read = |text: &str| ConvolutionalConfig::read(&serde_json::from_str(text).unwrap());
+        assert!(read(vgg).is_ok() && read(resnet).is_ok());
+        let spoiled = [
+            (vgg, "32", "31"),
+            (vgg, "[4]", "[]"),
+            (vgg, "[4]", "[0]"),
+            (vgg, "vgg11", "vgg12"),
+            (vgg, "8", "99999999999"),
+            (resnet, "basic", "other"),
+            (resnet, "[1, 1]", "[]"),
+            (resnet, "[1, 1]", "[60000, 60000]"),
+            (resnet, "classes", "kinds"),
+        ];
+        for (text, from, to) in spoiled {
+            assert!(read(&text.replace(from, to)).is_err(), "{to}");
         }
     }
 
