@@ -1,6 +1,6 @@
-//! The mathematics of GPT-2, Llama, Qwen2, BERT and ViT against transformers, of VGG and ResNet against torchvision: logits, every gradient, and twelve
-//! steps of AdamW, whichever micro-batches cut the batch and whatever is kept; on the CPU, and on a GPU where there
-//! is one.
+//! The mathematics of GPT-2, Llama, Qwen2, BERT and ViT against transformers, of VGG and ResNet against
+//! torchvision: logits, every gradient, and twelve steps of AdamW, whichever micro-batches cut the batch and
+//! whatever is kept; on the CPU, and on a GPU where there is one.
 
 use std::path::{Path, PathBuf};
 

@@ -530,8 +530,9 @@ mod tests {
 
     #[test]
     fn a_shape_that_no_chain_can_have_is_refused() {
-        let vgg = r#"{"architecture": "vgg11", "first_channels": 8, "classifier": [4], "classes": 10, "image": 32}"#;
-        let resnet = r#"{"architecture": "resnet", "block": "basic", "blocks": [1, 1], "first_channels": 8, "classes": 10, "image": 32}"#;
+        let sizes = r#""first_channels": 8, "classes": 10, "image": 32"#;
+        let vgg = &format!(r#"{{"architecture": "vgg11", "classifier": [4], {sizes}}}"#);
+        let resnet = &format!(r#"{{"architecture": "resnet", "block": "basic", "blocks": [1, 1], {sizes}}}"#);
         let read = |text: &str| ConvolutionalConfig::read(&serde_json::from_str(text).unwrap());
         assert!(read(vgg).is_ok() && read(resnet).is_ok());
         let spoiled = [
