@@ -28,13 +28,11 @@ fn symbol(name: &str, element: Option<Element>) -> String {
     }
 }
 
-/// Whether a kernel may ask for more shared memory than every kernel gets, or its blocks for most of what a
-/// multiprocessor has.
+/// Whether a kernel may ask for more shared memory than every kernel gets.
 fn takes_much_shared(name: &str) -> bool {
     ["attention_", "query_gradient_", "key_value_gradient_", "flash_", "cross_entropy"]
         .iter()
         .any(|start| name.starts_with(start))
-        || ["norm", "norm_backward", "norm_backward_any"].contains(&name)
 }
 
 /// Elements that a thread moves at once: `Piece::SIZE` of common.cu.
@@ -224,7 +222,7 @@ impl Kernels {
             // SAFETY: the function was found just now.
             let fixed_bytes = unsafe { result::function::get_function_attribute(function, fixed) }
                 .map_err(refused("cuFuncGetAttribute"))?;
-            // As much as there is, and no cache in its place: two rows of the loss fit only so.
+            // As much as there is, and no cache in its place: two blocks of the loss fit only so.
             for (attribute, value) in [(most, self.shared_bytes as i32 - fixed_bytes), (share, 100)] {
                 // SAFETY: as above.
                 unsafe { result::function::set_function_attribute(function, attribute, value) }
