@@ -17,15 +17,8 @@ const CHUNK_ROWS: usize = 64;
 const LAST_STRIP: usize = 32;
 /// Threads of the one block that adds up partial sums.
 const LAST_THREADS: usize = 1024;
-/// LOSS_HELD and LOSS_THREADS of loss.cu: pieces of a row that a thread holds, and threads of a block and of a
-/// multiprocessor that do so, at most; LOSS_LONG_THREADS for longer rows.
-const LOSS_HELD: usize = 7;
-const LOSS_THREADS: usize = 1024;
-const LOSS_LONG_THREADS: usize = 512;
-/// Blocks that every multiprocessor has room for.
-const LOSS_BLOCKS_EACH: usize = 16;
-/// Rows of a block that are on their way, at most.
-const LOSS_AHEAD: usize = 2;
+/// Threads of a block of the loss, at most: LOSS_THREADS of loss.cu.
+const LOSS_THREADS: usize = 512;
 /// Shared memory that a multiprocessor keeps for itself for each block, and the loss kernel's own.
 const LOSS_SHARED_BYTES: usize = 2048;
 
@@ -33,12 +26,11 @@ const LOSS_SHARED_BYTES: usize = 2048;
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct LogitsParameter {
-    rows: i64,
     cols: i64,
     stride: i64,
     length: i64,
     with_gradient: i32,
-    ahead: i32,
+    keep: i32,
     scale: f32,
 }
 
@@ -62,38 +54,6 @@ impl From<Option<Sum<'_>>> for RowsSum {
             out: out.at(0),
             accumulate: i32::from(accumulate),
         })
-    }
-}
-
-/// Blocks of the loss that go from row to row, where threads can hold one. Which thread has which logits
-/// depends on the row's length alone.
-struct HeldRows {
-    threads: usize,
-    /// Blocks of a multiprocessor.
-    each: usize,
-    /// Rows on their way, as far as shared memory goes.
-    ahead: usize,
-    row_bytes: usize,
-}
-
-impl HeldRows {
-    fn new(pieces: usize, shared_bytes: usize) -> Option<HeldRows> {
-        let threads = pieces.div_ceil(LOSS_HELD).next_multiple_of(32).max(32);
-        if threads > LOSS_THREADS {
-            return None;
-        }
-        let (each, row_bytes) = ((LOSS_THREADS / threads).min(LOSS_BLOCKS_EACH), 16 * pieces);
-        let fits = |ahead: usize| each * (ahead * row_bytes + LOSS_SHARED_BYTES) <= shared_bytes;
-        let ahead = (1..=LOSS_AHEAD).rev().find(|ahead| fits(*ahead)).unwrap_or(0);
-        Some(HeldRows { threads, each, ahead, row_bytes })
-    }
-
-    fn grid(&self, rows: usize, multiprocessors: usize) -> Grid {
-        Grid {
-            blocks: [rows.min(self.each * multiprocessors), 1, 1],
-            threads: [self.threads, 1],
-            shared_bytes: self.ahead * self.row_bytes,
-        }
     }
 }
 
@@ -176,40 +136,27 @@ impl CudaDevice {
             LossMode::Gradient { scale } => (true, scale),
             LossMode::LossOnly => (false, 0.0),
         };
-        let held = HeldRows::new(cols.div_ceil(piece(element)), self.facts.shared_bytes);
+        let pieces = cols.div_ceil(piece(element));
+        // Rows are kept where two blocks of a multiprocessor can do so: one computes while the other loads.
+        // Others are read again, from the cache if they are lucky; the bits are the same.
+        let keep = with_gradient && 2 * (16 * pieces + LOSS_SHARED_BYTES) <= self.facts.shared_bytes;
         let shape = LogitsParameter {
-            rows: rows as i64,
             cols: cols as i64,
             stride: logits.stride as i64,
             length: logits.tensor.len() as i64,
             with_gradient: i32::from(with_gradient),
-            ahead: held.as_ref().map_or(0, |held| held.ahead as i32),
+            keep: i32::from(keep),
             scale,
         };
-        let whole =
-            logits.stride.is_multiple_of(piece(element)) && rows * logits.stride <= logits.tensor.len();
-        let parts = self.parts();
-        let (targets, values, losses) = (targets.at(first), logits.tensor.at(0), parts.at(0));
+        let grid = Grid {
+            blocks: [rows, 1, 1],
+            threads: [pieces.next_multiple_of(32).clamp(32, LOSS_THREADS), 1],
+            shared_bytes: if keep { 16 * pieces } else { 0 },
+        };
+        let held = self.parts();
+        let (targets, values, losses) = (targets.at(first), logits.tensor.at(0), held.at(0));
         // SAFETY: lengths are asserted; the kernel checks each target against the columns.
-        unsafe {
-            match held {
-                Some(held) => {
-                    let grid = held.grid(rows, self.facts.multiprocessors);
-                    match whole {
-                        true => {
-                            launch!(self, "cross_entropy" of element, grid, shape, targets, values, losses)
-                        }
-                        false => {
-                            launch!(self, "cross_entropy_any" of element, grid, shape, targets, values, losses)
-                        }
-                    }
-                }
-                None => {
-                    let grid = Grid { threads: [LOSS_LONG_THREADS, 1], ..Grid::blocks(rows) };
-                    launch!(self, "cross_entropy_long" of element, grid, shape, targets, values, losses)
-                }
-            }
-        }?;
+        unsafe { launch!(self, "cross_entropy" of element, grid, shape, targets, values, losses) }?;
         // SAFETY: one loss for each row was written just before.
         unsafe { self.add_up("add_losses", losses, rows, loss) }
     }
@@ -231,29 +178,5 @@ impl CudaDevice {
         unsafe {
             self.kernels.launch(kernel, grid, &mut [parameter(&parts), parameter(&count), parameter(&sum)])
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Threads that hold a row hold all of it, on every GPU the same ones, and its shared memory is there.
-    #[test]
-    fn rows_are_held_whole() {
-        for pieces in [0, 1, 7, 8, 224, 225, 1000, 6283, 7168, 7169, 20000] {
-            for shared_bytes in [64 << 10, 99 << 10, 163 << 10, 227 << 10] {
-                let Some(held) = HeldRows::new(pieces, shared_bytes) else {
-                    assert!(pieces > LOSS_HELD * LOSS_THREADS);
-                    continue;
-                };
-                assert!(held.threads * LOSS_HELD >= pieces && held.threads.is_multiple_of(32));
-                assert_eq!(held.threads, HeldRows::new(pieces, 0).unwrap().threads);
-                assert!(held.threads * held.each <= LOSS_THREADS);
-                assert!(held.grid(1 << 20, 132).shared_bytes <= shared_bytes);
-            }
-        }
-        // GPT-2's rows of bf16 on an H200.
-        assert_eq!(HeldRows::new(6283, 227 << 10).unwrap().ahead, 2);
     }
 }

@@ -112,40 +112,6 @@ fn tokens_outside_of_the_table() {
     }
 }
 
-/// Blocks go from row to row: rows of three kinds, more than there are blocks at a time, each become what the
-/// first of their kind does.
-#[test]
-fn rows_of_logits_are_apart() {
-    const COLS: usize = 50_257;
-    const STRIDE: usize = 50_304;
-    const KINDS: usize = 3;
-    let Some(gpu) = gpu() else { return };
-    for element in [Element::Bf16, Element::F16].into_iter().filter(|element| gpu.computes(*element)) {
-        let case = Case { key: 7, element };
-        let kinds = [0, 1, 2].map(|kind| case.normal(&format!("kind {kind}"), COLS));
-        // As many as give each block of a large GPU four rows, and one of a kind that is ignored.
-        let rows = 4 * 160;
-        let target = |row: usize| if row % 50 == 49 { -1 } else { (row % KINDS * 1000) as i32 };
-        let targets = integers(gpu, &(0..rows).map(target).collect::<Vec<_>>());
-        let mut values = vec![f32::NAN; rows * STRIDE];
-        for (row, values) in values.chunks_exact_mut(STRIDE).enumerate() {
-            values[..COLS].copy_from_slice(&kinds[row % KINDS]);
-        }
-        let mut place = active(gpu, case, &values);
-        let mut loss = scalar(gpu, 0.0);
-        let logits = MatMut::columns(&mut place, rows, 0, COLS, STRIDE);
-        gpu.cross_entropy(&targets, 0, LossMode::Gradient { scale: 100.0 }, logits, &mut loss).unwrap();
-        let found = read(gpu, &place).values;
-        let line = |row: usize| &found[row * STRIDE..][..STRIDE];
-        for row in 0..rows {
-            match target(row) {
-                -1 => assert!(line(row).iter().all(|x| *x == 0.0), "row {row} is ignored"),
-                _ => assert!(line(row) == line(row % KINDS), "row {row} is not like {}", row % KINDS),
-            }
-        }
-    }
-}
-
 #[test]
 fn cross_entropy() {
     compare_elements("cross_entropy", TOLERANCE, |device, case| {

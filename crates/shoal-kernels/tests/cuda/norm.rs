@@ -21,14 +21,12 @@ struct Shape {
 fn shape(case: Case) -> Shape {
     let kind = case.pick("kind", &[NormKind::Layer, NormKind::Rms]);
     let with_bias = case.yes("bias");
-    let (rows, cols) = match case.pick("width", &[0, 0, 0, 1, 1, 2, 3]) {
+    let (rows, cols) = match case.pick("width", &[0, 0, 0, 1, 1, 2]) {
         0 => (case.rows("rows"), case.side("cols").max(7)),
         1 => (
             case.pick("many rows", &[1, 5, 64, 700]),
             case.pick("cols", &[256, 512, 768, 1000, 1024, 1032, 1280, 2048]),
         ),
-        // So many that each warp of a large GPU has several.
-        3 => (9000, case.pick("cols", &[64, 200, 256, 333])),
         _ => {
             (case.pick("few rows", &[1, 3, 9, 40]), case.pick("cols", &[3000, 4096, 4104, 8192, 9001, 20000]))
         }
