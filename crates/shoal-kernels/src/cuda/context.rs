@@ -21,7 +21,9 @@ pub(super) struct Context {
     context: sys::CUcontext,
     stream: sys::CUstream,
     pub(super) profile: Profile,
-    waits: AtomicU64,
+    /// Waits are numbered, because several threads may be in one at a time.
+    waits_begun: AtomicU64,
+    waits_over: AtomicU64,
 }
 
 // SAFETY: the driver's handles may be used from any thread; each call makes the context current first.
@@ -113,8 +115,15 @@ impl Context {
         let context =
             unsafe { result::primary_ctx::retain(device) }.map_err(refused("cuDevicePrimaryCtxRetain"))?;
         // From here on, dropping gives back what was taken.
-        let (stream, profile, waits) = (std::ptr::null_mut(), Profile::default(), AtomicU64::new(0));
-        let mut opened = Context { name: name.into(), device, context, stream, profile, waits };
+        let mut opened = Context {
+            name: name.into(),
+            device,
+            context,
+            stream: std::ptr::null_mut(),
+            profile: Profile::default(),
+            waits_begun: AtomicU64::new(0),
+            waits_over: AtomicU64::new(0),
+        };
         opened.enter()?;
         opened.stream = result::stream::create(result::stream::StreamKind::NonBlocking)
             .map_err(refused("cuStreamCreate"))?;
@@ -180,15 +189,22 @@ impl Context {
     /// Waits for everything asked so far; errors of earlier kernels come out here.
     pub(super) fn wait(&self) -> Result {
         self.enter()?;
+        let number = self.waits_begun.fetch_add(1, Ordering::SeqCst) + 1;
         // SAFETY: the stream lives as long as `self`.
         self.check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream) })?;
-        self.waits.fetch_add(1, Ordering::Relaxed);
+        self.waits_over.fetch_max(number, Ordering::SeqCst);
         Ok(())
     }
 
-    /// How often everything asked so far was waited for.
-    pub(super) fn waits(&self) -> u64 {
-        self.waits.load(Ordering::Relaxed)
+    /// The number of the last wait that was begun. What was queued before this call is over once a wait of a
+    /// higher number is.
+    pub(super) fn waits_begun(&self) -> u64 {
+        self.waits_begun.load(Ordering::SeqCst)
+    }
+
+    /// The highest number of a wait that is over.
+    pub(super) fn waits_over(&self) -> u64 {
+        self.waits_over.load(Ordering::SeqCst)
     }
 
     /// Copies host memory over in the stream's order. The driver has read `from` when this returns: memory

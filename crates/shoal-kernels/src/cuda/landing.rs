@@ -46,15 +46,15 @@ impl<T> Drop for Pinned<T> {
 /// Integers on their way to the device.
 pub(super) struct Departure {
     pinned: Pinned<i32>,
-    /// Integers in use since the device was last waited for.
+    /// Integers that copies may still read.
     used: usize,
-    /// How often it had been waited for then.
-    waits: u64,
+    /// The last wait that had begun when the last copy was queued: later ones wait for it too.
+    queued_after: u64,
 }
 
 impl Departure {
     pub(super) fn new(context: Arc<Context>) -> Result<Departure> {
-        Ok(Departure { pinned: Pinned::new(context, INTEGERS)?, used: 0, waits: 0 })
+        Ok(Departure { pinned: Pinned::new(context, INTEGERS)?, used: 0, queued_after: 0 })
     }
 
     /// Queues a copy; false, and nothing done, where there is no room until the next wait.
@@ -63,10 +63,9 @@ impl Departure {
     /// `to` is device memory of at least that many bytes.
     pub(super) unsafe fn send(&mut self, to: u64, values: &[i32]) -> Result<bool> {
         let context = &self.pinned.context;
-        let waits = context.waits();
-        if waits != self.waits {
-            // Whatever was under way has arrived.
-            (self.used, self.waits) = (0, waits);
+        // A wait that another thread began before the last copy was queued says nothing of that copy.
+        if context.waits_over() > self.queued_after {
+            self.used = 0;
         }
         if self.used + values.len() > INTEGERS {
             return Ok(false);
@@ -80,6 +79,7 @@ impl Departure {
         };
         context.check("cuMemcpyHtoD", sent)?;
         self.used += values.len();
+        self.queued_after = context.waits_begun();
         Ok(true)
     }
 }
