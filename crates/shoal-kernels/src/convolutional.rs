@@ -1,14 +1,18 @@
 //! The operations of convolutional models. Images lie with their channels last, [samples, height, width,
 //! channels], so that a pixel is a row and what works on rows (products, column sums) works on images.
+//! Images, filters and their gradients are of the kind of element that layers compute with; biases, what norms
+//! are made of, and every sum over pixels are f32 in all of them.
 //!
 //! They stand apart from [`crate::device::Device`] because a device may be without them: each says so with an
 //! error of its own kind, until it has an implementation.
+
+use std::ops::Range;
 
 use crate::device::{DeviceError, Mat, Result, Sum};
 use crate::tensor::Tensor;
 
 /// Images seen through a window that moves over them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Window {
     pub samples: usize,
     pub height: usize,
@@ -17,15 +21,17 @@ pub struct Window {
     /// Rows and columns of the window.
     pub kernel: (usize, usize),
     pub stride: usize,
-    /// Pixels around the image: zeros to a convolution, passed over by a maximum.
-    pub padding: usize,
+    /// Pixels above and below the image, and beside it: zeros to a convolution, passed over by a maximum.
+    pub padding: (usize, usize),
 }
 
 impl Window {
     /// Places of the window in a column, and in a row.
     pub fn places(&self) -> (usize, usize) {
-        let places = |size: usize, kernel: usize| (size + 2 * self.padding - kernel) / self.stride + 1;
-        (places(self.height, self.kernel.0), places(self.width, self.kernel.1))
+        let places =
+            |size: usize, kernel: usize, padding: usize| (size + 2 * padding - kernel) / self.stride + 1;
+        let down = places(self.height, self.kernel.0, self.padding.0);
+        (down, places(self.width, self.kernel.1, self.padding.1))
     }
 
     /// Places over all samples: rows of what the window makes.
@@ -43,13 +49,14 @@ impl Window {
         self.samples * self.height * self.width * self.channels
     }
 
-    /// Whether the window sees each pixel alone, so that pixels are its rows as they lie.
-    pub fn is_pixel(&self) -> bool {
-        (self.kernel, self.stride, self.padding) == ((1, 1), 1, 0)
+    /// Whether what lies under the window is a row as it is: a pixel alone, or a whole image.
+    pub fn is_row(&self) -> bool {
+        let plain = self.padding == (0, 0);
+        plain && ((self.kernel, self.stride) == ((1, 1), 1) || self.kernel == (self.height, self.width))
     }
 }
 
-/// A convolution's weight, [outputs, channels, height, width] as torchvision stores it.
+/// A convolution's weight, [outputs, window's rows, window's columns, channels]: channels last like the images.
 #[derive(Clone, Copy)]
 pub struct Filters<'a> {
     pub weight: &'a Tensor,
@@ -68,9 +75,35 @@ pub struct Averages {
     pub bins: (usize, usize),
 }
 
-/// Integers that hold a bit for each of `elements`.
-pub fn mask_elements(elements: usize) -> usize {
-    elements.div_ceil(32)
+/// Integers of a mask: a bit for each number, every row beginning with an integer of its own. A bit says that a
+/// ReLU let its number through, which is all that the backward needs: the numbers themselves go on to the next
+/// layer.
+pub fn mask_elements(rows: usize, cols: usize) -> usize {
+    rows * cols.div_ceil(32)
+}
+
+/// Integers that hold a byte for each of `elements`.
+pub fn byte_elements(elements: usize) -> usize {
+    elements.div_ceil(4)
+}
+
+/// The byte of a maximum that a ReLU did not let through; others are places in the window, counted by rows.
+pub const NO_PLACE: u8 = u8::MAX;
+
+/// What images are normed by, column by column (a column being a channel): `weight * (x - mean) /
+/// sqrt(variance + eps) + bias`. It concerns some rows of the images: those of one group of samples, which has
+/// statistics of its own. All f32.
+#[derive(Clone)]
+pub struct ColumnNorm<'a> {
+    pub eps: f32,
+    pub rows: Range<usize>,
+    pub cols: usize,
+    /// One row.
+    pub mean: Mat<'a>,
+    /// One row.
+    pub variance: Mat<'a>,
+    pub weight: &'a Tensor,
+    pub bias: &'a Tensor,
 }
 
 fn missing(operation: &'static str) -> Result {
@@ -79,7 +112,7 @@ fn missing(operation: &'static str) -> Result {
 
 /// Every default says that the device does not have the operation yet.
 pub trait Convolutional {
-    /// [samples, channels, pixels] to [samples, pixels, channels].
+    /// f32 of [samples, channels, pixels] to [samples, pixels, channels] of any element.
     fn channels_last(
         &self,
         _samples: usize,
@@ -90,14 +123,17 @@ pub trait Convolutional {
         missing("channels_last")
     }
 
-    /// `out = bias + x convolved with the filters`. What lies under the window is gathered in `scratch`, as many
-    /// places at a time as fit; a window that sees single pixels needs none.
+    /// `out = bias + x convolved with the filters`, then ReLU where there is a mask to fill. `scratch` (f32) is
+    /// the device's to use: what lies under the window is gathered there, as many places at a time as fit, or a
+    /// library works in it. Where [`Window::is_row`] there is none.
+    #[allow(clippy::too_many_arguments)]
     fn convolution(
         &self,
         _window: Window,
         _x: &Tensor,
         _filters: Filters,
         _bias: Option<&Tensor>,
+        _mask: Option<&mut Tensor>,
         _scratch: Option<&mut Tensor>,
         _out: &mut Tensor,
     ) -> Result {
@@ -116,7 +152,7 @@ pub trait Convolutional {
         missing("convolution_input_gradient")
     }
 
-    /// `gradient (+)=` the gradient of the filters.
+    /// `gradient (+)=` the gradient of the filters, f32 (laid out like them).
     fn convolution_weight_gradient(
         &self,
         _window: Window,
@@ -128,13 +164,41 @@ pub trait Convolutional {
         missing("convolution_weight_gradient")
     }
 
-    /// The largest number under the window in each channel; `places` says which pixel of its image it came from,
-    /// the first of equals.
-    fn max_pool(&self, _window: Window, _x: &Tensor, _places: &mut Tensor, _out: &mut Tensor) -> Result {
+    /// Where the ReLU let nothing through, the gradient becomes zero; `sums (+)=` its column sums then.
+    fn relu_gradient(
+        &self,
+        _cols: usize,
+        _mask: &Tensor,
+        _gradient: &mut Tensor,
+        _sums: Option<Sum>,
+    ) -> Result {
+        missing("relu_gradient")
+    }
+
+    /// `out =` the largest number under the window in each channel, `+ bias`, then ReLU if `rectify`. A byte of
+    /// `places` says where under the window it was (the first of equals), or [`NO_PLACE`].
+    #[allow(clippy::too_many_arguments)]
+    fn max_pool(
+        &self,
+        _window: Window,
+        _x: &Tensor,
+        _bias: Option<&Tensor>,
+        _rectify: bool,
+        _places: &mut Tensor,
+        _out: &mut Tensor,
+    ) -> Result {
         missing("max_pool")
     }
 
-    fn max_pool_gradient(&self, _window: Window, _places: &Tensor, _dy: &Tensor, _dx: &mut Tensor) -> Result {
+    /// `dx =` the gradient of the pool's input; `sums (+)=` its column sums: the bias's gradient.
+    fn max_pool_gradient(
+        &self,
+        _window: Window,
+        _places: &Tensor,
+        _dy: &Tensor,
+        _dx: &mut Tensor,
+        _sums: Option<Sum>,
+    ) -> Result {
         missing("max_pool_gradient")
     }
 
@@ -146,68 +210,61 @@ pub trait Convolutional {
         missing("average_pool_gradient")
     }
 
-    /// Negative numbers become zero; a bit of `mask` says of each number whether it was positive. A bit is all that
-    /// the backward needs: the numbers themselves go on to the next layer.
-    fn relu(&self, _x: &mut Tensor, _mask: Option<&mut Tensor>) -> Result {
-        missing("relu")
-    }
-
-    /// The gradient becomes zero where the number was not positive.
-    fn relu_gradient(&self, _mask: &Tensor, _gradient: &mut Tensor) -> Result {
-        missing("relu_gradient")
-    }
-
-    /// `out (+)= factor * x`
+    /// `out (+)= factor * x`; of the same kind of element.
     fn add_scaled(&self, _factor: f32, _x: Mat, _out: Sum) -> Result {
         missing("add_scaled")
     }
 
-    /// Each column's mean, then each column's mean squared distance from it.
+    /// Each column's mean, then each column's mean squared distance from it, in f32.
     fn column_statistics(&self, _x: Mat, _statistics: &mut Tensor) -> Result {
         missing("column_statistics")
     }
 
-    /// `out = residual + bias + weight * (x - mean) / sqrt(variance + eps)`, by column.
-    #[allow(clippy::too_many_arguments)]
+    /// Statistics of so many rows become those of these rows and of the other statistics' rows together.
+    fn merge_statistics(&self, _of: (&Tensor, usize), _into: (&mut Tensor, usize)) -> Result {
+        missing("merge_statistics")
+    }
+
+    /// The norm's rows of `out` become those of `x` normed, plus those of `residual`, then ReLU where there is a
+    /// mask to fill (its rows too). The tensors are whole, each with all rows.
     fn column_norm(
         &self,
-        _eps: f32,
-        _x: Mat,
-        _mean: Mat,
-        _variance: Mat,
-        _weight: &Tensor,
-        _bias: &Tensor,
+        _norm: &ColumnNorm,
+        _x: &Tensor,
         _residual: Option<&Tensor>,
+        _mask: Option<&mut Tensor>,
         _out: &mut Tensor,
     ) -> Result {
         missing("column_norm")
     }
 
-    /// What a group's members add up before any of them has its gradient: each column's sum of `dy`, which is the
-    /// bias's gradient, then of `dy` times the normed number, the weight's.
+    /// What a group's members add up before any of them has its gradient: each column's sum of `dy` as the mask
+    /// leaves it, which is the bias's gradient, then of that times the normed number, the weight's. Of the norm's
+    /// rows.
     fn column_norm_sums(
         &self,
-        _eps: f32,
-        _x: Mat,
-        _statistics: &Tensor,
+        _norm: &ColumnNorm,
+        _x: &Tensor,
+        _mask: Option<&Tensor>,
         _dy: &Tensor,
-        _sums: &mut Tensor,
+        _sums: Sum,
     ) -> Result {
         missing("column_norm_sums")
     }
 
-    /// The gradient of the norm's output becomes that of its input; `sums` are those of the `rows` rows that the
-    /// statistics were made of.
+    /// The norm's rows of `x`, its input, become their gradient. `sums` are those of the whole group, which has
+    /// `group_rows` rows. With `keep_masked` the rows of `dy` become what the mask leaves of them: the gradient
+    /// of the residual.
     #[allow(clippy::too_many_arguments)]
     fn column_norm_gradient(
         &self,
-        _eps: f32,
-        _x: Mat,
-        _statistics: &Tensor,
-        _weight: &Tensor,
+        _norm: &ColumnNorm,
         _sums: &Tensor,
-        _rows: usize,
-        _gradient: &mut Tensor,
+        _group_rows: usize,
+        _mask: Option<&Tensor>,
+        _dy: &mut Tensor,
+        _keep_masked: bool,
+        _x: &mut Tensor,
     ) -> Result {
         missing("column_norm_gradient")
     }

@@ -26,12 +26,12 @@ impl Element {
 }
 
 pub struct Tensor {
-    block: Block,
+    block: Arc<Block>,
     element: Element,
     elements: usize,
 }
 
-// SAFETY: a tensor owns its block exclusively, like a boxed slice.
+// SAFETY: a tensor owns its block like a boxed slice, or shares it with others that only read.
 unsafe impl Send for Tensor {}
 // SAFETY: shared access is read-only.
 unsafe impl Sync for Tensor {}
@@ -49,7 +49,7 @@ impl Tensor {
         element: Element,
         elements: usize,
     ) -> Result<Tensor, MemoryError> {
-        Ok(Tensor { block: arena.take(who, element.bytes() * elements)?, element, elements })
+        Ok(Tensor { block: Arc::new(arena.take(who, element.bytes() * elements)?), element, elements })
     }
 
     pub fn zeros(arena: &Arc<Arena>, who: &str, elements: usize) -> Result<Tensor, MemoryError> {
@@ -68,6 +68,11 @@ impl Tensor {
         let mut tensor = Tensor::new(arena, who, values.len())?;
         tensor.integers_mut().copy_from_slice(values);
         Ok(tensor)
+    }
+
+    /// The same memory once more, given back when the last has let go of it. From here on it is only read.
+    pub fn share(&self) -> Tensor {
+        Tensor { block: Arc::clone(&self.block), element: self.element, elements: self.elements }
     }
 
     pub fn len(&self) -> usize {
@@ -97,6 +102,11 @@ impl Tensor {
         assert!(self.block.on_host(), "the host reads a device's memory: go through Device::host_floats");
     }
 
+    /// What is shared is not written. (A tensor that is alone stays so: only its owner can share it.)
+    fn assert_alone(&self) {
+        assert_eq!(Arc::strong_count(&self.block), 1, "a tensor that others read is not written");
+    }
+
     /// # Panics
     /// If the memory is not the host's; likewise below.
     pub fn floats(&self) -> &[f32] {
@@ -107,6 +117,7 @@ impl Tensor {
 
     pub fn floats_mut(&mut self) -> &mut [f32] {
         self.assert_on_host();
+        self.assert_alone();
         // SAFETY: as for `floats`, and `&mut self` makes the access exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.block.start().cast(), self.elements) }
     }
@@ -119,6 +130,7 @@ impl Tensor {
 
     pub fn integers_mut(&mut self) -> &mut [i32] {
         self.assert_on_host();
+        self.assert_alone();
         // SAFETY: as for `integers`, and `&mut self` makes the access exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.block.start().cast(), self.elements) }
     }

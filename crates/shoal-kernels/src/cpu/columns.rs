@@ -4,7 +4,9 @@
 use rayon::prelude::*;
 
 use super::CpuDevice;
-use crate::device::Mat;
+use super::pixels::{let_through, rectify_row};
+use crate::convolutional::{ColumnNorm, mask_elements};
+use crate::device::{Mat, Sum};
 use crate::tensor::Tensor;
 
 /// Columns summed together: a cache line.
@@ -60,34 +62,47 @@ impl CpuDevice {
 
     pub(super) fn norm_columns(
         &self,
-        eps: f32,
-        x: Mat,
-        (mean, variance): (Mat, Mat),
-        (weight, bias): (&Tensor, &Tensor),
+        norm: &ColumnNorm,
+        x: &Tensor,
         residual: Option<&Tensor>,
+        mask: Option<&mut Tensor>,
         out: &mut Tensor,
     ) {
-        let cols = x.cols;
-        assert_eq!((mean.cols, variance.cols, weight.len(), bias.len()), (cols, cols, cols, cols));
-        assert_eq!(out.len(), x.rows * cols);
-        assert!(residual.is_none_or(|residual| residual.len() == x.rows * cols));
-        let (mean, variance, weight, bias) = (row_of(mean), row_of(variance), weight.floats(), bias.floats());
-        let (values, residual) = (&x.tensor.floats()[x.offset..], residual.map(Tensor::floats));
-        let chunk = x.rows.div_ceil(self.threads()).max(1);
-        out.floats_mut().par_chunks_mut(chunk * cols).enumerate().for_each(|(index, out)| {
+        let (cols, words) = (norm.cols, norm.cols.div_ceil(32));
+        assert_fits(norm, x, mask.as_deref());
+        assert_eq!(out.len(), x.len());
+        assert!(residual.is_none_or(|residual| residual.len() == x.len()));
+        let (mean, bias, factors) = (row_of(norm.mean), norm.bias.floats(), factors(norm));
+        let all = norm.rows.start * cols..norm.rows.end * cols;
+        let (x, residual) =
+            (&x.floats()[all.clone()], residual.map(|residual| &residual.floats()[all.clone()]));
+        let mut none = [];
+        let masked = mask.is_some();
+        let mask = match mask {
+            Some(mask) => &mut mask.integers_mut()[norm.rows.start * words..norm.rows.end * words],
+            None => &mut none[..],
+        };
+        let chunk = norm.rows.len().div_ceil(self.threads()).max(1);
+        // As many parts of the mask as there are of the rows, empty ones where there is no mask.
+        let mut masks: Vec<&mut [i32]> = mask.chunks_mut(chunk * words).collect();
+        masks.resize_with(norm.rows.len().div_ceil(chunk), || &mut []);
+        let parts = out.floats_mut()[all].par_chunks_mut(chunk * cols).zip(masks);
+        parts.enumerate().for_each(|(index, (out, mask))| {
             self.arch.dispatch(
                 #[inline(always)]
                 || {
                     for (row, out) in out.chunks_exact_mut(cols).enumerate() {
-                        let row = index * chunk + row;
-                        let x = &values[row * x.stride..][..cols];
+                        let from = (index * chunk + row) * cols;
+                        let x = &x[from..][..cols];
                         for (column, out) in out.iter_mut().enumerate() {
-                            let normed = (x[column] - mean[column]) * scale(variance[column], eps);
-                            *out = normed * weight[column] + bias[column];
+                            *out = (x[column] - mean[column]) * factors[column] + bias[column];
                         }
                         if let Some(residual) = residual {
-                            let residual = &residual[row * cols..][..cols];
+                            let residual = &residual[from..][..cols];
                             out.iter_mut().zip(residual).for_each(|(out, more)| *out += more);
+                        }
+                        if masked {
+                            rectify_row(out, &mut mask[row * words..][..words]);
                         }
                     }
                 },
@@ -97,16 +112,19 @@ impl CpuDevice {
 
     pub(super) fn norm_columns_sums(
         &self,
-        eps: f32,
-        x: Mat,
-        statistics: &Tensor,
+        norm: &ColumnNorm,
+        x: &Tensor,
+        mask: Option<&Tensor>,
         dy: &Tensor,
-        out: &mut Tensor,
+        (out, accumulate): Sum,
     ) {
-        let cols = x.cols;
-        assert_eq!((statistics.len(), dy.len(), out.len()), (2 * cols, x.rows * cols, 2 * cols));
-        let (mean, variance) = statistics.floats().split_at(cols);
-        let (values, dy) = (&x.tensor.floats()[x.offset..], dy.floats());
+        let (cols, words) = (norm.cols, norm.cols.div_ceil(32));
+        assert_fits(norm, x, mask);
+        assert_eq!((dy.len(), out.len()), (x.len(), 2 * cols));
+        let (mean, variance) = (row_of(norm.mean), row_of(norm.variance));
+        let mask = mask.map(|mask| &mask.integers()[norm.rows.start * words..]);
+        let rows = Mat::new(x, x.len() / cols, cols).rows(norm.rows.start, norm.rows.len());
+        let (values, dy) = (&x.floats()[rows.offset..], &dy.floats()[rows.offset..]);
         let (plain, along) = out.floats_mut().split_at_mut(cols);
         let parts = plain.par_chunks_mut(COLUMNS).zip(along.par_chunks_mut(COLUMNS));
         parts.enumerate().for_each(|(index, (plain, along))| {
@@ -114,16 +132,20 @@ impl CpuDevice {
                 #[inline(always)]
                 || {
                     let (first, columns) = (index * COLUMNS, plain.len());
-                    let slope = |row: usize, column: usize| f64::from(dy[row * cols + column]);
+                    let slope = |row: usize, column: usize| match mask {
+                        Some(mask) if !let_through(&mask[row * words..][..words], column) => 0.0,
+                        _ => f64::from(dy[row * cols + column]),
+                    };
                     let distance =
-                        |row: usize, column: usize| f64::from(values[row * x.stride + column] - mean[column]);
-                    let totals = sums(&x, first, columns, slope);
+                        |row: usize, column: usize| f64::from(values[row * cols + column] - mean[column]);
+                    let totals = sums(&rows, first, columns, slope);
                     let products =
-                        sums(&x, first, columns, |row, column| slope(row, column) * distance(row, column));
+                        sums(&rows, first, columns, |row, column| slope(row, column) * distance(row, column));
                     for column in 0..columns {
-                        plain[column] = totals[column] as f32;
-                        let scale = f64::from(scale(variance[first + column], eps));
-                        along[column] = (products[column] * scale) as f32;
+                        let scale = f64::from(scale(variance[first + column], norm.eps));
+                        let (total, product) = (totals[column] as f32, (products[column] * scale) as f32);
+                        plain[column] = if accumulate { plain[column] + total } else { total };
+                        along[column] = if accumulate { along[column] + product } else { product };
                     }
                 },
             );
@@ -132,35 +154,79 @@ impl CpuDevice {
 
     pub(super) fn norm_columns_dx(
         &self,
-        eps: f32,
-        x: Mat,
-        statistics: &Tensor,
-        weight: &Tensor,
-        (sums, rows): (&Tensor, usize),
-        gradient: &mut Tensor,
+        norm: &ColumnNorm,
+        (sums, group_rows): (&Tensor, usize),
+        mask: Option<&Tensor>,
+        dy: &mut Tensor,
+        keep_masked: bool,
+        x: &mut Tensor,
     ) {
-        let cols = x.cols;
-        assert_eq!((statistics.len(), sums.len(), weight.len()), (2 * cols, 2 * cols, cols));
-        assert_eq!(gradient.len(), x.rows * cols);
-        let (mean, variance) = statistics.floats().split_at(cols);
+        let (cols, words) = (norm.cols, norm.cols.div_ceil(32));
+        assert_fits(norm, x, mask);
+        assert_eq!((dy.len(), sums.len()), (x.len(), 2 * cols));
+        let (mean, variance, weight) = (row_of(norm.mean), row_of(norm.variance), norm.weight.floats());
         let (plain, along) = sums.floats().split_at(cols);
-        let (values, weight, share) = (&x.tensor.floats()[x.offset..], weight.floats(), 1.0 / rows as f32);
-        let chunk = x.rows.div_ceil(self.threads()).max(1);
-        gradient.floats_mut().par_chunks_mut(chunk * cols).enumerate().for_each(|(index, part)| {
-            self.arch.dispatch(
-                #[inline(always)]
-                || {
-                    for (row, slopes) in part.chunks_exact_mut(cols).enumerate() {
-                        let x = &values[(index * chunk + row) * x.stride..][..cols];
-                        for (column, slope) in slopes.iter_mut().enumerate() {
-                            let scale = scale(variance[column], eps);
-                            let normed = (x[column] - mean[column]) * scale;
-                            let away = (plain[column] + normed * along[column]) * share;
-                            *slope = weight[column] * scale * (*slope - away);
+        let mask = mask.map(|mask| &mask.integers()[norm.rows.start * words..]);
+        let share = 1.0 / group_rows as f32;
+        let chunk = norm.rows.len().div_ceil(self.threads()).max(1);
+        let all = norm.rows.start * cols..norm.rows.end * cols;
+        let parts = x.floats_mut()[all.clone()].par_chunks_mut(chunk * cols);
+        parts.zip(dy.floats_mut()[all].par_chunks_mut(chunk * cols)).enumerate().for_each(
+            |(index, (x, dy))| {
+                self.arch.dispatch(
+                    #[inline(always)]
+                    || {
+                        for (row, (x, dy)) in
+                            x.chunks_exact_mut(cols).zip(dy.chunks_exact_mut(cols)).enumerate()
+                        {
+                            let mask = mask.map(|mask| &mask[(index * chunk + row) * words..][..words]);
+                            for (column, (x, dy)) in x.iter_mut().zip(dy).enumerate() {
+                                let passes = mask.is_none_or(|mask| let_through(mask, column));
+                                let slope = if passes { *dy } else { 0.0 };
+                                let scale = scale(variance[column], norm.eps);
+                                let normed = (*x - mean[column]) * scale;
+                                let away = (plain[column] + normed * along[column]) * share;
+                                *x = weight[column] * scale * (slope - away);
+                                if keep_masked {
+                                    *dy = slope;
+                                }
+                            }
                         }
-                    }
-                },
-            );
-        });
+                    },
+                );
+            },
+        );
+    }
+}
+
+fn assert_fits(norm: &ColumnNorm, x: &Tensor, mask: Option<&Tensor>) {
+    let cols = norm.cols;
+    assert_eq!((norm.mean.cols, norm.variance.cols), (cols, cols));
+    assert_eq!((norm.weight.len(), norm.bias.len()), (cols, cols));
+    assert!(norm.rows.end * cols <= x.len() && x.len().is_multiple_of(cols));
+    assert!(mask.is_none_or(|mask| mask.len() == mask_elements(x.len() / cols, cols)));
+}
+
+/// What each column's distance from the mean is multiplied by.
+fn factors(norm: &ColumnNorm) -> Vec<f32> {
+    let of = row_of(norm.variance).iter().zip(norm.weight.floats());
+    of.map(|(variance, weight)| weight * scale(*variance, norm.eps)).collect()
+}
+
+/// By the means' distance: no difference of large sums is taken.
+pub(super) fn merge_columns((of, of_rows): (&Tensor, usize), (into, into_rows): (&mut Tensor, usize)) {
+    assert_eq!(of.len(), into.len());
+    let (of_share, into_share) = {
+        let all = (of_rows + into_rows) as f64;
+        (of_rows as f64 / all, into_rows as f64 / all)
+    };
+    let cols = of.len() / 2;
+    let (of_mean, of_variance) = of.floats().split_at(cols);
+    let (mean, variance) = into.floats_mut().split_at_mut(cols);
+    for column in 0..cols {
+        let apart = f64::from(of_mean[column]) - f64::from(mean[column]);
+        let within = of_share * f64::from(of_variance[column]) + into_share * f64::from(variance[column]);
+        variance[column] = (within + of_share * into_share * apart * apart) as f32;
+        mean[column] = (f64::from(mean[column]) + of_share * apart) as f32;
     }
 }

@@ -6,13 +6,14 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::CpuDevice;
-use crate::convolutional::{Averages, Convolutional, Filters, Window};
-use crate::device::{Linear, Mat, MatMut, Result, Sum};
+use super::columns::merge_columns;
+use crate::convolutional::{Averages, ColumnNorm, Convolutional, Filters, Window};
+use crate::device::{Device, Linear, Mat, MatMut, Result, Sum};
 use crate::tensor::Tensor;
 
 /// The image's row or column under a place of the window, `None` in the padding.
-fn under(window: &Window, place: usize, offset: usize, size: usize) -> Option<usize> {
-    (place * window.stride + offset).checked_sub(window.padding).filter(|at| *at < size)
+fn under(place: usize, offset: usize, stride: usize, padding: usize, size: usize) -> Option<usize> {
+    (place * stride + offset).checked_sub(padding).filter(|at| *at < size)
 }
 
 /// Cuts the window's places into pieces whose rows fit the scratch.
@@ -27,32 +28,36 @@ fn linear<'a>(window: &Window, filters: Filters<'a>) -> Linear<'a> {
 }
 
 /// # Panics
-/// If there is none: only windows that see single pixels do without.
+/// If there is none: only windows that see rows as they lie do without.
 fn needed(scratch: Option<&mut Tensor>) -> &mut Tensor {
-    scratch.expect("a window of several pixels comes with a scratch")
+    scratch.expect("what lies under the window has to be gathered")
 }
 
 impl CpuDevice {
-    /// Rows of what lies under the window, channel by channel as the filters have it.
+    /// Rows of what lies under the window, as the filters have it.
     fn gather(&self, window: &Window, x: &Tensor, rows: Range<usize>, out: &mut Tensor) {
-        let Window { height, width, channels, kernel, .. } = *window;
-        let (places, elements, area) = (window.places(), window.elements(), kernel.0 * kernel.1);
+        let Window { height, width, channels, kernel, stride, padding, .. } = *window;
+        let (places, elements) = (window.places(), window.elements());
         let x = x.floats();
         let out = &mut out.floats_mut()[..rows.len() * elements];
         out.par_chunks_mut(elements).enumerate().for_each(|(index, out)| {
             let row = rows.start + index;
             let (sample, place) = (row / (places.0 * places.1), row % (places.0 * places.1));
-            for (spot, (down, across)) in spots(kernel).enumerate() {
-                let line = under(window, place / places.1, down, height);
-                let column = under(window, place % places.1, across, width);
-                let to = out[spot..].iter_mut().step_by(area);
-                match line.zip(column) {
-                    None => to.for_each(|to| *to = 0.0),
-                    Some((line, column)) => {
-                        let pixel = ((sample * height + line) * width + column) * channels;
-                        to.zip(&x[pixel..pixel + channels]).for_each(|(to, from)| *to = *from);
-                    }
-                }
+            // The window's columns inside the image lie side by side there.
+            let first = place % places.1 * stride;
+            let inside = padding.1.saturating_sub(first).min(kernel.1)
+                ..(width + padding.1).saturating_sub(first).min(kernel.1);
+            for (down, out) in out.chunks_exact_mut(kernel.1 * channels).enumerate() {
+                let line = under(place / places.1, down, stride, padding.0, height);
+                let Some(line) = line.filter(|_| inside.start < inside.end) else {
+                    out.fill(0.0);
+                    continue;
+                };
+                let pixel = (sample * height + line) * width + first + inside.start - padding.1;
+                out[..inside.start * channels].fill(0.0);
+                out[inside.start * channels..inside.end * channels]
+                    .copy_from_slice(&x[pixel * channels..][..inside.len() * channels]);
+                out[inside.end * channels..].fill(0.0);
             }
         });
     }
@@ -60,7 +65,7 @@ impl CpuDevice {
     /// Adds rows of the gathered numbers' gradient to the pixels that they came from.
     fn scatter(&self, window: &Window, gathered: &Tensor, rows: Range<usize>, dx: &mut Tensor) {
         let Window { height, width, channels, kernel, stride, padding, .. } = *window;
-        let (places, elements, area) = (window.places(), window.elements(), kernel.0 * kernel.1);
+        let (places, elements) = (window.places(), window.elements());
         let per_sample = places.0 * places.1;
         let samples = rows.start / per_sample..rows.end.div_ceil(per_sample);
         let gathered = gathered.floats();
@@ -68,7 +73,7 @@ impl CpuDevice {
         let lines = &mut dx.floats_mut()
             [samples.start * height * line_elements..samples.end * height * line_elements];
         // The place from which a pixel is seen at an offset into the window.
-        let place = |at: usize, offset: usize, places: usize| {
+        let place = |at: usize, offset: usize, padding: usize, places: usize| {
             let from = (at + padding).checked_sub(offset)?;
             (from.is_multiple_of(stride) && from / stride < places).then_some(from / stride)
         };
@@ -76,14 +81,14 @@ impl CpuDevice {
             let (sample, line) = (samples.start + index / height, index % height);
             for (column, pixel) in pixels.chunks_exact_mut(channels).enumerate() {
                 for (spot, (down, across)) in spots(kernel).enumerate() {
-                    let Some(row) = place(line, down, places.0)
-                        .zip(place(column, across, places.1))
+                    let Some(row) = place(line, down, padding.0, places.0)
+                        .zip(place(column, across, padding.1, places.1))
                         .map(|(down, across)| sample * per_sample + down * places.1 + across)
                         .filter(|row| rows.contains(row))
                     else {
                         continue;
                     };
-                    let from = gathered[(row - rows.start) * elements + spot..].iter().step_by(area);
+                    let from = &gathered[(row - rows.start) * elements + spot * channels..][..channels];
                     pixel.iter_mut().zip(from).for_each(|(pixel, from)| *pixel += from);
                 }
             }
@@ -107,6 +112,7 @@ impl Convolutional for CpuDevice {
         x: &Tensor,
         filters: Filters,
         bias: Option<&Tensor>,
+        mask: Option<&mut Tensor>,
         scratch: Option<&mut Tensor>,
         out: &mut Tensor,
     ) -> Result {
@@ -114,15 +120,19 @@ impl Convolutional for CpuDevice {
         assert_shapes(&window, x, out, outputs);
         let linear = linear(&window, filters);
         self.pool.install(|| {
-            if window.is_pixel() {
-                let (x, out) = (Mat::new(x, rows, elements), MatMut::new(out, rows, outputs));
-                return self.linear_forward(x, linear, bias, None, out);
+            if window.is_row() {
+                let (x, target) = (Mat::new(x, rows, elements), MatMut::new(out, rows, outputs));
+                self.linear_forward(x, linear, bias, None, target);
+            } else {
+                let scratch = needed(scratch);
+                for piece in pieces(&window, scratch) {
+                    self.gather(&window, x, piece.clone(), scratch);
+                    let target = MatMut::new(out, rows, outputs).rows(piece.start, piece.len());
+                    self.linear_forward(Mat::new(scratch, piece.len(), elements), linear, bias, None, target);
+                }
             }
-            let scratch = needed(scratch);
-            for piece in pieces(&window, scratch) {
-                self.gather(&window, x, piece.clone(), scratch);
-                let target = MatMut::new(out, rows, outputs).rows(piece.start, piece.len());
-                self.linear_forward(Mat::new(scratch, piece.len(), elements), linear, bias, None, target);
+            if let Some(mask) = mask {
+                self.rectify(outputs, out, mask);
             }
         });
         Ok(())
@@ -140,7 +150,7 @@ impl Convolutional for CpuDevice {
         assert_shapes(&window, dx, dy, outputs);
         let (linear, dy) = (linear(&window, filters), Mat::new(dy, rows, outputs));
         self.pool.install(|| {
-            if window.is_pixel() {
+            if window.is_row() {
                 return self.linear_dx(dy, linear, MatMut::new(dx, rows, elements), false);
             }
             let scratch = needed(scratch);
@@ -167,7 +177,7 @@ impl Convolutional for CpuDevice {
         assert_shapes(&window, x, dy, outputs);
         let dy = Mat::new(dy, rows, outputs);
         self.pool.install(|| {
-            if window.is_pixel() {
+            if window.is_row() {
                 return self.linear_dw(Mat::new(x, rows, elements), dy, gradient, false, accumulate);
             }
             let scratch = needed(scratch);
@@ -186,14 +196,39 @@ impl Convolutional for CpuDevice {
         Ok(())
     }
 
-    fn max_pool(&self, window: Window, x: &Tensor, places: &mut Tensor, out: &mut Tensor) -> Result {
-        self.pool.install(|| self.maxima(&window, x, places, out));
+    fn relu_gradient(&self, cols: usize, mask: &Tensor, gradient: &mut Tensor, sums: Option<Sum>) -> Result {
+        self.pool.install(|| self.rectify_dx(cols, mask, gradient));
+        sums.map_or(Ok(()), |(sums, more)| {
+            self.bias_gradient(Mat::new(gradient, gradient.len() / cols, cols), sums, more)
+        })
+    }
+
+    fn max_pool(
+        &self,
+        window: Window,
+        x: &Tensor,
+        bias: Option<&Tensor>,
+        rectify: bool,
+        places: &mut Tensor,
+        out: &mut Tensor,
+    ) -> Result {
+        self.pool.install(|| self.maxima(&window, x, bias, rectify, places, out));
         Ok(())
     }
 
-    fn max_pool_gradient(&self, window: Window, places: &Tensor, dy: &Tensor, dx: &mut Tensor) -> Result {
+    fn max_pool_gradient(
+        &self,
+        window: Window,
+        places: &Tensor,
+        dy: &Tensor,
+        dx: &mut Tensor,
+        sums: Option<Sum>,
+    ) -> Result {
         self.pool.install(|| self.maxima_dx(&window, places, dy, dx));
-        Ok(())
+        let cols = window.channels;
+        sums.map_or(Ok(()), |(sums, more)| {
+            self.bias_gradient(Mat::new(dx, dx.len() / cols, cols), sums, more)
+        })
     }
 
     fn average_pool(&self, shape: Averages, x: &Tensor, out: &mut Tensor) -> Result {
@@ -203,16 +238,6 @@ impl Convolutional for CpuDevice {
 
     fn average_pool_gradient(&self, shape: Averages, dy: &Tensor, dx: &mut Tensor) -> Result {
         self.pool.install(|| self.averages_dx(&shape, dy, dx));
-        Ok(())
-    }
-
-    fn relu(&self, x: &mut Tensor, mask: Option<&mut Tensor>) -> Result {
-        self.pool.install(|| self.rectify(x, mask));
-        Ok(())
-    }
-
-    fn relu_gradient(&self, mask: &Tensor, gradient: &mut Tensor) -> Result {
-        self.pool.install(|| self.rectify_dx(mask, gradient));
         Ok(())
     }
 
@@ -226,44 +251,46 @@ impl Convolutional for CpuDevice {
         Ok(())
     }
 
+    fn merge_statistics(&self, of: (&Tensor, usize), into: (&mut Tensor, usize)) -> Result {
+        merge_columns(of, into);
+        Ok(())
+    }
+
     fn column_norm(
         &self,
-        eps: f32,
-        x: Mat,
-        mean: Mat,
-        variance: Mat,
-        weight: &Tensor,
-        bias: &Tensor,
+        norm: &ColumnNorm,
+        x: &Tensor,
         residual: Option<&Tensor>,
+        mask: Option<&mut Tensor>,
         out: &mut Tensor,
     ) -> Result {
-        self.pool.install(|| self.norm_columns(eps, x, (mean, variance), (weight, bias), residual, out));
+        self.pool.install(|| self.norm_columns(norm, x, residual, mask, out));
         Ok(())
     }
 
     fn column_norm_sums(
         &self,
-        eps: f32,
-        x: Mat,
-        statistics: &Tensor,
+        norm: &ColumnNorm,
+        x: &Tensor,
+        mask: Option<&Tensor>,
         dy: &Tensor,
-        sums: &mut Tensor,
+        sums: Sum,
     ) -> Result {
-        self.pool.install(|| self.norm_columns_sums(eps, x, statistics, dy, sums));
+        self.pool.install(|| self.norm_columns_sums(norm, x, mask, dy, sums));
         Ok(())
     }
 
     fn column_norm_gradient(
         &self,
-        eps: f32,
-        x: Mat,
-        statistics: &Tensor,
-        weight: &Tensor,
+        norm: &ColumnNorm,
         sums: &Tensor,
-        rows: usize,
-        gradient: &mut Tensor,
+        group_rows: usize,
+        mask: Option<&Tensor>,
+        dy: &mut Tensor,
+        keep_masked: bool,
+        x: &mut Tensor,
     ) -> Result {
-        self.pool.install(|| self.norm_columns_dx(eps, x, statistics, weight, (sums, rows), gradient));
+        self.pool.install(|| self.norm_columns_dx(norm, (sums, group_rows), mask, dy, keep_masked, x));
         Ok(())
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::CpuDevice;
-use crate::convolutional::{Averages, Window, mask_elements};
+use crate::convolutional::{Averages, NO_PLACE, Window, byte_elements, mask_elements};
 use crate::device::{Mat, Sum};
 use crate::tensor::Tensor;
 
@@ -14,10 +14,9 @@ fn bin(index: usize, bins: usize, size: usize) -> Range<usize> {
     index * size / bins..((index + 1) * size).div_ceil(bins)
 }
 
-/// The image's rows or columns under a place of the window, without the padding.
-fn inside(window: &Window, place: usize, kernel: usize, size: usize) -> Range<usize> {
-    let first = place * window.stride;
-    first.saturating_sub(window.padding)..(first + kernel).saturating_sub(window.padding).min(size)
+/// The window's rows or columns that lie inside the image, without the padding.
+fn inside(first: usize, kernel: usize, padding: usize, size: usize) -> Range<usize> {
+    padding.saturating_sub(first).min(kernel)..(size + padding).saturating_sub(first).min(kernel)
 }
 
 impl CpuDevice {
@@ -32,27 +31,49 @@ impl CpuDevice {
         images.floats().par_chunks(each).zip(out.floats_mut().par_chunks_mut(each)).for_each(turn);
     }
 
-    pub(super) fn maxima(&self, window: &Window, x: &Tensor, places: &mut Tensor, out: &mut Tensor) {
-        let Window { height, width, channels, kernel, .. } = *window;
+    pub(super) fn maxima(
+        &self,
+        window: &Window,
+        x: &Tensor,
+        bias: Option<&Tensor>,
+        rectify: bool,
+        places: &mut Tensor,
+        out: &mut Tensor,
+    ) {
+        let Window { height, width, channels, kernel, stride, padding, .. } = *window;
         let (down, across) = window.places();
         let elements = window.rows() * channels;
-        assert_eq!((x.len(), places.len(), out.len()), (window.input_elements(), elements, elements));
-        assert!(window.padding < kernel.0.min(kernel.1), "a window in the padding alone sees nothing");
-        let x = x.floats();
-        let pixels = places.integers_mut().par_chunks_mut(channels);
+        assert_eq!((x.len(), out.len()), (window.input_elements(), elements));
+        assert_eq!(places.len(), byte_elements(elements));
+        assert!(kernel.0 * kernel.1 <= usize::from(NO_PLACE), "a place is a byte");
+        assert!(padding.0 < kernel.0 && padding.1 < kernel.1, "a window in the padding alone sees nothing");
+        let (x, bias) = (x.floats(), bias.map(Tensor::floats));
+        let pixels = bytes_mut(places)[..elements].par_chunks_mut(channels);
         pixels.zip(out.floats_mut().par_chunks_mut(channels)).enumerate().for_each(|(row, (places, out))| {
             let (sample, place) = (row / (down * across), row % (down * across));
+            let (line, column) = (place / across * stride, place % across * stride);
             out.fill(f32::NEG_INFINITY);
-            places.fill(-1);
-            for line in inside(window, place / across, kernel.0, height) {
-                for column in inside(window, place % across, kernel.1, width) {
-                    let pixel = line * width + column;
+            places.fill(NO_PLACE);
+            for below in inside(line, kernel.0, padding.0, height) {
+                for beside in inside(column, kernel.1, padding.1, width) {
+                    let pixel = (line + below - padding.0) * width + column + beside - padding.1;
                     let values = &x[(sample * height * width + pixel) * channels..][..channels];
+                    let here = (below * kernel.1 + beside) as u8;
                     for ((out, place), value) in out.iter_mut().zip(places.iter_mut()).zip(values) {
                         // No number is larger than NaN: it goes on, so that the loss shows it.
-                        if *value > *out || value.is_nan() || *place < 0 {
-                            (*out, *place) = (*value, pixel as i32);
+                        if *value > *out || value.is_nan() || *place == NO_PLACE {
+                            (*out, *place) = (*value, here);
                         }
+                    }
+                }
+            }
+            if let Some(bias) = bias {
+                out.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias);
+            }
+            if rectify {
+                for (out, place) in out.iter_mut().zip(places) {
+                    if *out <= 0.0 {
+                        (*out, *place) = (0.0, NO_PLACE);
                     }
                 }
             }
@@ -60,16 +81,22 @@ impl CpuDevice {
     }
 
     pub(super) fn maxima_dx(&self, window: &Window, places: &Tensor, dy: &Tensor, dx: &mut Tensor) {
-        let channels = window.channels;
-        let per_sample = window.rows() / window.samples * channels;
+        let Window { height, width, channels, kernel, stride, padding, .. } = *window;
+        let (down, across) = window.places();
+        let per_sample = down * across * channels;
         assert_eq!((dx.len(), dy.len()), (window.input_elements(), window.samples * per_sample));
-        assert_eq!(places.len(), dy.len());
-        let each = dx.len() / window.samples;
-        let from = places.integers().par_chunks(per_sample).zip(dy.floats().par_chunks(per_sample));
-        dx.floats_mut().par_chunks_mut(each).zip(from).for_each(|(dx, (places, dy))| {
+        assert_eq!(places.len(), byte_elements(dy.len()));
+        let places = &bytes(places)[..dy.len()];
+        let from = places.par_chunks(per_sample).zip(dy.floats().par_chunks(per_sample));
+        dx.floats_mut().par_chunks_mut(height * width * channels).zip(from).for_each(|(dx, (places, dy))| {
             dx.fill(0.0);
             for (index, (place, dy)) in places.iter().zip(dy).enumerate() {
-                dx[*place as usize * channels + index % channels] += dy;
+                if *place != NO_PLACE {
+                    let (row, place) = (index / channels, usize::from(*place));
+                    let line = row / across * stride + place / kernel.1 - padding.0;
+                    let column = row % across * stride + place % kernel.1 - padding.1;
+                    dx[(line * width + column) * channels + index % channels] += dy;
+                }
             }
         });
     }
@@ -116,28 +143,21 @@ impl CpuDevice {
         });
     }
 
-    pub(super) fn rectify(&self, x: &mut Tensor, mask: Option<&mut Tensor>) {
-        let elements = x.len();
-        let words = x.floats_mut().par_chunks_mut(32);
-        let Some(mask) = mask else {
-            return words.for_each(|values| values.iter_mut().for_each(|value| *value = rectified(*value)));
-        };
-        assert_eq!(mask.len(), mask_elements(elements));
-        words.zip(mask.integers_mut()).for_each(|(values, word)| {
-            let mut bits = 0;
-            for (bit, value) in values.iter_mut().enumerate() {
-                bits |= i32::from(*value > 0.0) << bit;
-                *value = rectified(*value);
-            }
-            *word = bits;
-        });
+    /// ReLU in place, rows of `cols`.
+    pub(super) fn rectify(&self, cols: usize, x: &mut Tensor, mask: &mut Tensor) {
+        assert_eq!(mask.len(), mask_elements(x.len() / cols, cols));
+        let rows =
+            x.floats_mut().par_chunks_mut(cols).zip(mask.integers_mut().par_chunks_mut(cols.div_ceil(32)));
+        rows.for_each(|(values, words)| rectify_row(values, words));
     }
 
-    pub(super) fn rectify_dx(&self, mask: &Tensor, gradient: &mut Tensor) {
-        assert_eq!(mask.len(), mask_elements(gradient.len()));
-        gradient.floats_mut().par_chunks_mut(32).zip(mask.integers()).for_each(|(values, word)| {
-            for (bit, value) in values.iter_mut().enumerate() {
-                if word >> bit & 1 == 0 {
+    pub(super) fn rectify_dx(&self, cols: usize, mask: &Tensor, gradient: &mut Tensor) {
+        assert_eq!(mask.len(), mask_elements(gradient.len() / cols, cols));
+        let rows =
+            gradient.floats_mut().par_chunks_mut(cols).zip(mask.integers().par_chunks(cols.div_ceil(32)));
+        rows.for_each(|(values, words)| {
+            for (column, value) in values.iter_mut().enumerate() {
+                if !let_through(words, column) {
                     *value = 0.0;
                 }
             }
@@ -161,7 +181,31 @@ impl CpuDevice {
     }
 }
 
-/// Zero for what is negative; NaN stays, so that the loss shows it.
-fn rectified(value: f32) -> f32 {
-    if value < 0.0 { 0.0 } else { value }
+/// ReLU of a row, and its bits. NaN stays, so that the loss shows it.
+pub(super) fn rectify_row(values: &mut [f32], words: &mut [i32]) {
+    for (values, word) in values.chunks_mut(32).zip(words) {
+        let mut bits = 0;
+        for (bit, value) in values.iter_mut().enumerate() {
+            bits |= i32::from(*value > 0.0) << bit;
+            *value = if *value < 0.0 { 0.0 } else { *value };
+        }
+        *word = bits;
+    }
+}
+
+/// Whether a row's bits say that the ReLU let a column's number through.
+pub(super) fn let_through(words: &[i32], column: usize) -> bool {
+    words[column / 32] >> (column % 32) & 1 != 0
+}
+
+fn bytes(tensor: &Tensor) -> &[u8] {
+    let integers = tensor.integers();
+    // SAFETY: the same memory; any bits are bytes.
+    unsafe { std::slice::from_raw_parts(integers.as_ptr().cast(), 4 * integers.len()) }
+}
+
+fn bytes_mut(tensor: &mut Tensor) -> &mut [u8] {
+    let integers = tensor.integers_mut();
+    // SAFETY: as above, and the borrow is exclusive.
+    unsafe { std::slice::from_raw_parts_mut(integers.as_mut_ptr().cast(), 4 * integers.len()) }
 }
