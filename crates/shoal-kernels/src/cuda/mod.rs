@@ -9,6 +9,7 @@
 //! - [`attention`]: which kernels attend: [`cudnn`]'s, those of [`flash`] on tensor cores, or plain ones.
 //! - [`norm`], [`reduce`], [`embedding`], [`optimizer`]: operations of more than one kernel; the others stand
 //!   in [`operations`].
+//! - [`convolution`]: convolutions by cuDNN; [`pixels`]: what else is done to images.
 //! - [`landing`]: where scalars are read and integers sent.
 //! - [`profile`]: how long each kernel takes, where someone asks.
 //!
@@ -19,6 +20,7 @@
 mod attention;
 mod compile;
 mod context;
+mod convolution;
 mod cudnn;
 mod embedding;
 mod flash;
@@ -30,6 +32,7 @@ mod matrix;
 mod norm;
 mod operations;
 mod optimizer;
+mod pixels;
 mod profile;
 mod ranks;
 mod reduce;

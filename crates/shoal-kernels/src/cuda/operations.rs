@@ -6,7 +6,6 @@ use std::sync::{Arc, PoisonError};
 
 use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, launch, piece};
 use super::{CudaDevice, element_of};
-use crate::convolutional::Convolutional;
 use crate::device::{
     AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
     Mat, MatMut, NormKind, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Span, Sum, Updated,
@@ -61,9 +60,6 @@ impl CudaDevice {
         unsafe { launch!(self, name of element, grid, x.at(0), gradient.at(0), count) }
     }
 }
-
-/// Convolutional models do not run on a GPU yet: every operation of theirs answers with an error that says so.
-impl Convolutional for CudaDevice {}
 
 impl Device for CudaDevice {
     fn name(&self) -> &str {
