@@ -11,7 +11,7 @@ use shoal_kernels::device::SCALAR_ELEMENTS;
 use shoal_kernels::{Device, Guard, Mat, Sgd, Tensor, Updated};
 use shoal_model::{Chain, LayerKind, Retention};
 use shoal_nn::layer::{self, LossSink};
-use shoal_nn::{Call, Feed, Gradients, OptimizerSettings, Parameters, Randomness, Saved, head};
+use shoal_nn::{Call, Feed, Gradients, Groups, OptimizerSettings, Parameters, Randomness, Saved, head};
 use shoal_plan::effects::Value;
 use shoal_plan::{Instruction, Keep, Op, Program, Purpose, Samples};
 
@@ -186,6 +186,8 @@ impl Executor {
             input,
             training: program.purpose == Purpose::Train,
             values: HashMap::new(),
+            groups: HashMap::new(),
+            global_batch: program.loaded_samples(),
             sums_loss: false,
             measures_norm: false,
             outcome: StepOutcome::default(),
@@ -219,8 +221,10 @@ impl Executor {
         match instruction.op {
             Op::Load { samples } => self.load(step, samples),
             Op::CountTargets => step.count_targets(),
+            Op::Begin { layer, samples } => self.begin(step, layer, samples),
             Op::Forward { layer, samples, keep } => self.forward(step, layer, samples, keep),
             Op::Recompute { layer, samples } => self.recompute(step, layer, samples),
+            Op::BeginBackward { layer, samples } => self.begin_backward(step, layer, samples),
             Op::Backward { layer, samples } => self.backward(step, layer, samples),
             Op::Predict { layer, samples } => self.predict(step, layer, samples),
             Op::SumLoss => {
@@ -305,18 +309,11 @@ impl Executor {
             .collect()
     }
 
-    /// A tensor for every reader: where branches part each has its own, so that values stay linear.
-    fn part(&self, step: &mut Step, layer: usize, samples: Samples, output: Tensor) -> Result {
-        let readers: Vec<usize> = self.chain.readers(layer).collect();
-        let Some((first, others)) = readers.split_first() else { return Ok(()) };
-        for reader in others {
-            let who = format!("the output of layer {layer} for layer {reader}");
-            let mut copy = Tensor::of(self.device.arena(), &who, output.element(), output.len())?;
-            self.device.add_scaled(1.0, rows(&output, samples), (&mut copy, false))?;
-            step.put(Value::Activation { layer, reader: *reader, samples }, Stored::Tensor(copy));
+    /// The output for every reader: where branches part they share it, and only read it.
+    fn part(&self, step: &mut Step, layer: usize, samples: Samples, output: &Tensor) {
+        for reader in self.chain.readers(layer) {
+            step.put(Value::Activation { layer, reader, samples }, Stored::Tensor(output.share()));
         }
-        step.put(Value::Activation { layer, reader: *first, samples }, Stored::Tensor(output));
-        Ok(())
     }
 
     /// The gradient of a layer's output, added up over its readers in their order; none for the last layer.
@@ -332,8 +329,38 @@ impl Executor {
         Ok(sum)
     }
 
+    /// The part of a forward that comes before its groups' statistics are complete.
+    fn begin(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
+        let feed = match self.chain.layers[layer].inputs.first() {
+            Some(from) => {
+                Feed::Hidden(step.take_tensor(Value::Activation { layer: *from, reader: layer, samples }))
+            }
+            None => Feed::Images(step.take_tensor(Value::Inputs(samples))),
+        };
+        let mut groups = step.groups.remove(&layer).unwrap_or_default();
+        let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
+        let call = context.call(step, layer, samples, self.sequence);
+        let parameters = context.parameters(step, layer);
+        let kind = &self.chain.layers[layer].kind;
+        let begun = layer::begin(kind, &call, &parameters, feed, &mut groups)?;
+        step.groups.insert(layer, groups);
+        step.put(Value::Begun { layer, samples }, Stored::Saved(Box::new(begun)));
+        Ok(())
+    }
+
     fn forward(&mut self, step: &mut Step, layer: usize, samples: Samples, keep: Keep) -> Result {
-        let feed = self.feed(step, layer, samples);
+        let begun = keep != Keep::Nothing && self.chain.batch_norm(layer).is_some();
+        let feed = if begun {
+            let Saved::Begun(begun) = step.take_saved(Value::Begun { layer, samples }) else {
+                panic!("layer {layer} did not begin")
+            };
+            let other = self.chain.layers[layer].inputs.get(1);
+            let other = other
+                .map(|from| step.take_tensor(Value::Activation { layer: *from, reader: layer, samples }));
+            Feed::Begun(begun, other)
+        } else {
+            self.feed(step, layer, samples)
+        };
         let retention = match keep {
             Keep::All => Retention::Saved,
             Keep::Input => Retention::Input,
@@ -345,7 +372,8 @@ impl Executor {
         let call = context.call(step, layer, samples, self.sequence);
         let parameters = context.parameters(step, layer);
         let kind = &self.chain.layers[layer].kind;
-        let (output, saved) = layer::forward(kind, &call, &parameters, feed, retention, Some(loss))?;
+        let groups = step.groups.get(&layer);
+        let (output, saved) = layer::forward(kind, &call, &parameters, feed, retention, groups, Some(loss))?;
         if let Some(saved) = saved {
             let value = match keep {
                 Keep::Input => Value::Input { layer, samples },
@@ -353,7 +381,10 @@ impl Executor {
             };
             step.put(value, Stored::Saved(Box::new(saved)));
         }
-        output.map_or(Ok(()), |output| self.part(step, layer, samples, output))
+        if let Some(output) = output {
+            self.part(step, layer, samples, &output);
+        }
+        Ok(())
     }
 
     fn recompute(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
@@ -367,9 +398,47 @@ impl Executor {
         Ok(())
     }
 
-    fn backward(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
+    /// The part of a backward that comes before its groups' sums are complete.
+    fn begin_backward(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
         let saved = step.take_saved(Value::Saved { layer, samples });
         let gradient = self.merge(step, layer, samples)?;
+        let mut groups = step.groups.remove(&layer).expect("the layer began its forward");
+        let begun = self.with_gradients(step, layer, samples, |kind, call, parameters, gradients| {
+            layer::begin_backward(kind, call, parameters, gradients, saved, gradient, &mut groups)
+        })?;
+        step.groups.insert(layer, groups);
+        step.put(Value::BegunBackward { layer, samples }, Stored::Saved(Box::new(begun)));
+        Ok(())
+    }
+
+    fn backward(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
+        let (saved, gradient) = match self.chain.batch_norm(layer) {
+            Some(_) => (step.take_saved(Value::BegunBackward { layer, samples }), None),
+            None => {
+                let saved = step.take_saved(Value::Saved { layer, samples });
+                (saved, self.merge(step, layer, samples)?)
+            }
+        };
+        let groups = step.groups.remove(&layer);
+        let result = self.with_gradients(step, layer, samples, |kind, call, parameters, gradients| {
+            layer::backward(kind, call, parameters, gradients, saved, gradient, groups.as_ref())
+        })?;
+        step.groups.extend(groups.map(|groups| (layer, groups)));
+        for (from, gradient) in self.chain.layers[layer].inputs.iter().zip(result) {
+            let value = Value::Gradient { layer: *from, reader: layer, samples };
+            step.put(value, Stored::Tensor(gradient));
+        }
+        Ok(())
+    }
+
+    /// Lends a layer's gradient sums to a part of its backward.
+    fn with_gradients<T>(
+        &mut self,
+        step: &Step,
+        layer: usize,
+        samples: Samples,
+        work: impl FnOnce(&LayerKind, &Call, &Parameters, &mut Gradients) -> shoal_kernels::device::Result<T>,
+    ) -> Result<T> {
         let slots = self.chain.layers[layer].tensors.clone();
         let lent = slots.iter().map(|(slot, tensor)| {
             let sum = self.state.tensors[*tensor].gradient.take();
@@ -380,17 +449,12 @@ impl Executor {
             let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
             let call = context.call(step, layer, samples, self.sequence);
             let parameters = context.parameters(step, layer);
-            let kind = &self.chain.layers[layer].kind;
-            layer::backward(kind, &call, &parameters, &mut gradients, saved, gradient)
+            work(&self.chain.layers[layer].kind, &call, &parameters, &mut gradients)
         };
         for ((_, sum), (_, tensor)) in gradients.into_entries().zip(&slots) {
             self.state.tensors[*tensor].gradient = Some(sum);
         }
-        for (from, gradient) in self.chain.layers[layer].inputs.iter().zip(result?) {
-            let value = Value::Gradient { layer: *from, reader: layer, samples };
-            step.put(value, Stored::Tensor(gradient));
-        }
-        Ok(())
+        Ok(result?)
     }
 
     fn predict(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
@@ -462,7 +526,8 @@ impl Executor {
             }
         }
         let mut tensors = Vec::with_capacity(updates.len());
-        let mut running = Vec::new();
+        // Statistics, by the share of a step's in them.
+        let mut running: Vec<(f32, Vec<Updated>)> = Vec::new();
         let all = self.state.tensors.iter_mut().zip(&self.chain.tensors).zip(wanted);
         for ((held, spec), _) in all.filter(|(_, wanted)| *wanted) {
             assert_eq!(held.version, step.input.step, "{} is at another version than the step", spec.name);
@@ -473,7 +538,11 @@ impl Executor {
                 // p -= share * (p - value), the sum being the value's negative: descent with a decay of one.
                 let (state, copy) = (&mut [][..], held.copy.as_mut());
                 let (gradient, parameter) = (&gradient.sum, &mut held.parameter);
-                running.push((share, Updated { gradient, state, parameter, copy, weight_decay: 1.0 }));
+                let updated = Updated { gradient, state, parameter, copy, weight_decay: 1.0 };
+                match running.iter_mut().find(|(other, _)| *other == share) {
+                    Some((_, all)) => all.push(updated),
+                    None => running.push((share, vec![updated])),
+                }
                 continue;
             }
             tensors.push(Updated {
@@ -493,9 +562,9 @@ impl Executor {
         settings.apply(&*self.device, step.input.lr, step.input.updates + 1, guard, &mut tensors)?;
         // Statistics are no gradients: neither the loss scale nor clipping reaches them.
         let unclipped = Guard { scale: 1.0, clip_norm: None, ..guard };
-        for (share, updated) in running {
+        for (share, mut all) in running {
             let settings = Sgd { lr: share, momentum: 0.0, update: step.input.updates + 1 };
-            self.device.sgd(&settings, unclipped, &mut [updated])?;
+            self.device.sgd(&settings, unclipped, &mut all)?;
         }
         Ok(())
     }
@@ -520,6 +589,7 @@ impl<'a> Context<'a> {
             device: self.device,
             layer,
             samples: samples.range(),
+            global_batch: step.global_batch,
             sequence,
             randomness: step.training.then_some(randomness),
             batch_statistics: step.training || step.input.batch_statistics,
@@ -548,6 +618,10 @@ struct Step<'a> {
     input: &'a StepInput<'a>,
     training: bool,
     values: HashMap<Value, Stored>,
+    /// What batch norms know of their groups, by layer.
+    groups: HashMap<usize, Groups>,
+    /// Samples that the program loads.
+    global_batch: usize,
     /// What the end of the step reads from the device.
     sums_loss: bool,
     measures_norm: bool,

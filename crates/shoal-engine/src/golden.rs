@@ -12,7 +12,7 @@ use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use shoal_data::Inputs;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
-use shoal_model::{Chain, ConvolutionalConfig, Precision, hugging_face};
+use shoal_model::{Chain, ConvolutionalConfig, Precision, TensorSpec, hugging_face};
 use shoal_nn::{Decay, GradientSum, OptimizerKind, OptimizerSettings};
 use shoal_plan::one_device::table;
 use shoal_plan::{
@@ -404,10 +404,11 @@ impl Bench<'_> {
         let device = executor.device();
         let sums = executor.state.tensors.iter().zip(&self.chain.tensors);
         let sums = sums.filter(|(_, spec)| spec.running.is_none());
-        let sums = sums.filter_map(|(held, spec)| Some((held.gradient.as_ref()?, spec.elements())));
-        let unscaled = |(gradient, elements): (&GradientSum, usize)| -> Result<Vec<f32>> {
+        let sums = sums.filter_map(|(held, spec)| Some((held.gradient.as_ref()?, spec)));
+        let unscaled = |(gradient, spec): (&GradientSum, &TensorSpec)| -> Result<Vec<f32>> {
             let scaled = device.host_floats(&gradient.sum)?;
-            Ok(scaled[..elements].iter().map(|gradient| gradient / self.loss_scale()).collect())
+            let turned = spec.turn_out(&scaled[..spec.elements()]);
+            Ok(turned.iter().map(|gradient| gradient / self.loss_scale()).collect())
         };
         sums.map(unscaled).collect()
     }
@@ -437,7 +438,9 @@ impl Bench<'_> {
     }
 
     fn predict(&self, executor: &mut Executor, rows: &Rows) -> Result<Vec<f32>> {
-        let micro_batch = self.settings.micro_batch.unwrap_or(usize::MAX).min(rows.samples);
+        // Here a batch norm goes by the statistics of what it sees at once.
+        let cut = self.settings.micro_batch.filter(|_| !self.chain.has_batch_norm());
+        let micro_batch = cut.unwrap_or(usize::MAX).min(rows.samples);
         let plan = table(self.chain, self.shape(rows), &self.offer(), micro_batch, Activations::Keep, false);
         let program = compile(&plan, self.chain, Purpose::Predict)?;
         verify(&program, &plan, self.chain, Purpose::Predict)?;

@@ -24,7 +24,16 @@ fn candidates(name: &str) -> Vec<String> {
 
 /// Reads every parameter; a missing or misshapen tensor is an error that names it.
 pub fn import(folder: &Folder, device: &dyn Device, chain: &Chain, state: &mut ModelState) -> Result {
-    state.fill(device, chain, |spec, out| Ok(folder.read(&candidates(&spec.name), &spec.shape, out)?))
+    let mut theirs = Vec::new();
+    state.fill(device, chain, |spec, out| {
+        if spec.turned.is_none() {
+            return Ok(folder.read(&candidates(&spec.name), &spec.shape, out)?);
+        }
+        theirs.resize(out.len(), 0.0);
+        folder.read(&candidates(&spec.name), &spec.shape, &mut theirs)?;
+        spec.turn_in(&theirs, out);
+        Ok(())
+    })
 }
 
 #[cfg(test)]

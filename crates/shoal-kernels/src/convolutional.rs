@@ -238,9 +238,10 @@ pub trait Convolutional {
         missing("column_norm")
     }
 
-    /// What a group's members add up before any of them has its gradient: each column's sum of `dy` as the mask
-    /// leaves it, which is the bias's gradient, then of that times the normed number, the weight's. Of the norm's
-    /// rows.
+    /// What a group's members add up before any of them has its gradient: `sums (+)=` each column's sum of `dy` as
+    /// the mask leaves it, then of that times the normed number; of the norm's rows. The former is also added to
+    /// the gradient of the norm's bias, the latter to that of its weight.
+    #[allow(clippy::too_many_arguments)]
     fn column_norm_sums(
         &self,
         _norm: &ColumnNorm,
@@ -248,6 +249,8 @@ pub trait Convolutional {
         _mask: Option<&Tensor>,
         _dy: &Tensor,
         _sums: Sum,
+        _bias_gradient: Sum,
+        _weight_gradient: Sum,
     ) -> Result {
         missing("column_norm_sums")
     }

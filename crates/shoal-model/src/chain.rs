@@ -2,6 +2,8 @@
 //! tensor is one entry that two layers name, so that a plan has one row for its state and both layers'
 //! gradients go to it.
 
+use std::borrow::Cow;
+
 use crate::config::{Activation, Architecture, ImageShape, ModelConfig, Norm, NormPlace, Position};
 use crate::convolutional::ConvolutionSpec;
 
@@ -55,8 +57,8 @@ pub enum Slot {
 }
 
 impl Slot {
-    /// Norms compute in fp32, whatever the precision of their layer.
-    pub fn is_norm(self) -> bool {
+    /// Norms compute in fp32, whatever the precision of their layer, and so are the biases that convolutions add.
+    pub fn is_fp32(self) -> bool {
         matches!(
             self,
             Slot::EmbeddingNormWeight
@@ -71,6 +73,7 @@ impl Slot {
                 | Slot::BatchNormBias
                 | Slot::RunningMean
                 | Slot::RunningVariance
+                | Slot::ConvolutionBias
         )
     }
 
@@ -89,12 +92,16 @@ pub enum Init {
     Normal(f32),
 }
 
-/// One tensor of the model, under its Hugging Face name and in the layout that name has there.
+/// One tensor of the model, under the name that its library (Hugging Face's, torchvision) gives it and with the
+/// shape that it has there.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorSpec {
     pub name: String,
     pub shape: Vec<usize>,
     pub init: Init,
+    /// Where images meet the tensor: how many channels they have. The library's rows are then [channels, pixels],
+    /// ours [pixels, channels], as images lie here.
+    pub turned: Option<usize>,
     /// The share that a step's value has in it, where it is a running statistic of batches and not trained.
     pub running: Option<f32>,
 }
@@ -102,6 +109,40 @@ pub struct TensorSpec {
 impl TensorSpec {
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// From the library's layout to ours.
+    ///
+    /// # Panics
+    /// If a length is not the tensor's; likewise below.
+    pub fn turn_in(&self, theirs: &[f32], ours: &mut [f32]) {
+        match self.turned {
+            Some(channels) => self.turn(channels, theirs, ours),
+            None => ours.copy_from_slice(theirs),
+        }
+    }
+
+    /// From our layout to the library's.
+    pub fn turn_out<'a>(&self, ours: &'a [f32]) -> Cow<'a, [f32]> {
+        let Some(channels) = self.turned else { return Cow::Borrowed(ours) };
+        let mut theirs = vec![0.0; ours.len()];
+        self.turn(self.row_elements() / channels, ours, &mut theirs);
+        Cow::Owned(theirs)
+    }
+
+    fn row_elements(&self) -> usize {
+        self.elements() / self.shape[0]
+    }
+
+    /// Every row of [first, others] to [others, first].
+    fn turn(&self, first: usize, from: &[f32], to: &mut [f32]) {
+        let (row, others) = (self.row_elements(), self.row_elements() / first);
+        assert_eq!((from.len(), to.len()), (self.elements(), self.elements()));
+        for (from, to) in from.chunks_exact(row).zip(to.chunks_exact_mut(row)) {
+            for (index, to) in to.iter_mut().enumerate() {
+                *to = from[index % first * others + index / first];
+            }
+        }
     }
 
     /// Matrices are decayed under `decay = "matrices"`; norms and biases are not.
@@ -300,7 +341,7 @@ struct Builder<'a> {
 
 impl Builder<'_> {
     fn tensor(&mut self, slot: Slot, name: String, shape: Vec<usize>, init: Init) -> (Slot, usize) {
-        self.tensors.push(TensorSpec { name, shape, init, running: None });
+        self.tensors.push(TensorSpec { name, shape, init, turned: None, running: None });
         (slot, self.tensors.len() - 1)
     }
 

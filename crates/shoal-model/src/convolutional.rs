@@ -2,10 +2,13 @@
 //! follows it up to the next: batch norm, the sum with another branch, ReLU, a pool. A dense layer is a
 //! convolution whose window covers the whole image: torchvision's matrix has that layout already.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use crate::chain::{Chain, HeadSpec, Init, Layer, LayerKind, Predicts, Slot, TensorSpec};
 use crate::config::ImageShape;
+use crate::precision::Precision;
 
 /// Means and variances over the samples and pixels of a batch, by channel.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -13,6 +16,25 @@ pub struct BatchNorm {
     pub eps: f32,
     /// The share of a batch in the running statistics.
     pub momentum: f32,
+    /// Samples whose statistics are made together, by their numbers in the global batch: so many, the next so
+    /// many, and so on; all of them where there is no number. However a plan cuts the batch, the groups stay.
+    pub group: Option<usize>,
+}
+
+impl BatchNorm {
+    /// The groups that samples belong to, each with its part of them.
+    pub fn groups(&self, samples: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
+        let size = self.group.unwrap_or(usize::MAX);
+        (samples.start / size..samples.end.div_ceil(size)).map(move |group| {
+            let (first, next) = (group * size, group.saturating_add(1).saturating_mul(size));
+            (group, samples.start.max(first)..samples.end.min(next))
+        })
+    }
+
+    /// Groups of a global batch.
+    pub fn group_count(&self, global_batch: usize) -> usize {
+        self.group.map_or(1, |size| global_batch.div_ceil(size))
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +56,8 @@ pub struct ConvolutionSpec {
     /// Rows and columns of the window.
     pub kernel: (usize, usize),
     pub stride: usize,
-    pub padding: usize,
+    /// Pixels above and below the image, and beside it.
+    pub padding: (usize, usize),
     /// Channels that it makes.
     pub outputs: usize,
     /// Whether the images are the samples themselves, whose channels come first.
@@ -50,6 +73,8 @@ pub struct ConvolutionSpec {
 /// Numbers gathered at a time for a product, and places at the least.
 const SCRATCH_ELEMENTS: usize = 1 << 20;
 const SCRATCH_ROWS: usize = 64;
+/// The same where layers compute in halves: a GPU's library takes it as the room it works in.
+const HALF_SCRATCH_ELEMENTS: usize = 1 << 24;
 
 fn places(size: usize, kernel: usize, stride: usize, padding: usize) -> usize {
     (size + 2 * padding - kernel) / stride + 1
@@ -58,8 +83,9 @@ fn places(size: usize, kernel: usize, stride: usize, padding: usize) -> usize {
 impl ConvolutionSpec {
     /// Rows and columns before the pool.
     pub fn convolved(&self) -> (usize, usize) {
-        let places = |size, kernel| places(size, kernel, self.stride, self.padding);
-        (places(self.image.0, self.kernel.0), places(self.image.1, self.kernel.1))
+        let places = |size, kernel, padding| places(size, kernel, self.stride, padding);
+        let down = places(self.image.0, self.kernel.0, self.padding.0);
+        (down, places(self.image.1, self.kernel.1, self.padding.1))
     }
 
     /// Rows, columns and channels of what it hands on.
@@ -94,22 +120,42 @@ impl ConvolutionSpec {
         self.kernel.0 * self.kernel.1 * self.image.2
     }
 
-    /// Numbers that what is under the window is gathered in; none where the window sees single pixels.
-    pub fn scratch_elements(&self, samples: usize) -> Option<usize> {
-        let gathers = (self.kernel, self.stride, self.padding) != ((1, 1), 1, 0);
-        let rows = samples * self.convolved().0 * self.convolved().1;
-        let most = (SCRATCH_ELEMENTS / self.window_elements()).max(SCRATCH_ROWS);
-        gathers.then(|| rows.min(most) * self.window_elements())
+    /// Whether what lies under the window is a row as it is: a pixel alone, or the whole image.
+    fn is_dense(&self) -> bool {
+        let one_pixel = (self.kernel, self.stride) == ((1, 1), 1);
+        self.padding == (0, 0) && (one_pixel || self.kernel == (self.image.0, self.image.1))
     }
 
-    /// Integers with a bit for each number that goes through the ReLU, which comes after a maximum (the largest
-    /// is the largest of the positive ones) and before an average.
+    /// Numbers (of four bytes) that what is under the window is gathered in; none where it lies in rows already.
+    pub fn scratch_elements(&self, samples: usize, precision: Precision) -> Option<usize> {
+        let rows = samples * self.convolved().0 * self.convolved().1;
+        let elements = if precision.is_half() { HALF_SCRATCH_ELEMENTS } else { SCRATCH_ELEMENTS };
+        let most = (elements / self.window_elements()).max(SCRATCH_ROWS);
+        let whole = rows * self.window_elements();
+        (!self.is_dense()).then(|| match precision.is_half() {
+            true => elements.max(rows.min(most) * self.window_elements()),
+            false => whole.min(most * self.window_elements()),
+        })
+    }
+
+    /// Whether a bit is kept for each number that the ReLU let through. A maximum that it did not let through
+    /// is known by having no place.
+    pub fn has_mask(&self) -> bool {
+        self.relu && !self.takes_maxima()
+    }
+
+    pub fn takes_maxima(&self) -> bool {
+        matches!(self.pool, Some(Pool::Max { .. }))
+    }
+
+    /// Integers of that mask: whole ones for each pixel.
     pub fn mask_elements(&self, samples: usize) -> usize {
-        let elements = match self.pool {
-            Some(Pool::Average) => self.convolved_elements(),
-            _ => self.output_elements(),
-        };
-        (samples * elements).div_ceil(32)
+        samples * self.convolved().0 * self.convolved().1 * self.outputs.div_ceil(32)
+    }
+
+    /// Integers with a byte for each maximum.
+    pub fn place_elements(&self, samples: usize) -> usize {
+        (samples * self.output_elements()).div_ceil(4)
     }
 }
 
@@ -150,7 +196,7 @@ pub struct ConvolutionalConfig {
 }
 
 /// torchvision's constants.
-const BATCH_NORM: BatchNorm = BatchNorm { eps: 1e-5, momentum: 0.1 };
+const BATCH_NORM: BatchNorm = BatchNorm { eps: 1e-5, momentum: 0.1, group: None };
 const DROPOUT: f32 = 0.5;
 const EXPANSION: usize = 4;
 
@@ -282,11 +328,26 @@ impl Chain {
         }
     }
 
-    /// Whether some layer's statistics are those of all samples together.
+    /// A layer's batch norm, if it has one.
+    pub fn batch_norm(&self, layer: usize) -> Option<BatchNorm> {
+        match &self.layers[layer].kind {
+            LayerKind::Convolution(spec) => spec.norm,
+            _ => None,
+        }
+    }
+
+    /// Whether some layer's statistics are those of several samples together.
     pub fn has_batch_norm(&self) -> bool {
-        let norms =
-            |layer: &Layer| matches!(&layer.kind, LayerKind::Convolution(spec) if spec.norm.is_some());
-        self.layers.iter().any(norms)
+        (0..self.layers.len()).any(|layer| self.batch_norm(layer).is_some())
+    }
+
+    /// Sets how many samples every batch norm takes together; none for the whole batch.
+    pub fn set_norm_group(&mut self, group: Option<usize>) {
+        for layer in &mut self.layers {
+            if let LayerKind::Convolution(ConvolutionSpec { norm: Some(norm), .. }) = &mut layer.kind {
+                norm.group = group;
+            }
+        }
     }
 }
 
@@ -301,7 +362,7 @@ fn plain(image: (usize, usize, usize), kernel: usize, stride: usize, outputs: us
         image,
         kernel: (kernel, kernel),
         stride,
-        padding: kernel / 2,
+        padding: (kernel / 2, kernel / 2),
         outputs,
         first: false,
         norm: None,
@@ -314,7 +375,7 @@ fn plain(image: (usize, usize, usize), kernel: usize, stride: usize, outputs: us
 
 impl Builder {
     fn tensor(&mut self, slot: Slot, name: String, shape: Vec<usize>, init: Init) -> (Slot, usize) {
-        self.tensors.push(TensorSpec { name, shape, init, running: None });
+        self.tensors.push(TensorSpec { name, shape, init, turned: None, running: None });
         (slot, self.tensors.len() - 1)
     }
 
@@ -326,6 +387,7 @@ impl Builder {
         let shape = vec![outputs, channels, height, width];
         let weight = format!("{name}.weight");
         let mut tensors = vec![self.tensor(Slot::ConvolutionWeight, weight, shape, Init::Normal(deviation))];
+        self.tensors[tensors[0].1].turned = (spec.kernel != (1, 1)).then_some(channels);
         match spec.norm {
             None => {
                 let bias = format!("{name}.bias");
@@ -406,7 +468,7 @@ impl Builder {
         for (index, outputs) in classifier.iter().enumerate() {
             let spec = ConvolutionSpec {
                 kernel: (image.0, image.1),
-                padding: 0,
+                padding: (0, 0),
                 dropout: if dropout { DROPOUT } else { 0.0 },
                 ..plain(image, 1, 1, *outputs)
             };

@@ -4,8 +4,11 @@
 
 use crate::chain::{BlockSpec, EmbeddingSpec, HeadSpec, LayerKind, PatchSpec, Predicts};
 use crate::config::{Activation, Norm, NormPlace};
-use crate::convolutional::{ConvolutionSpec, Pool};
 use crate::precision::Precision;
+
+mod convolution;
+
+pub use convolution::{ConvolutionFootprint, Phase};
 
 /// Every allocation is rounded up to this many bytes: a multiple of any vector register and of the
 /// alignment that GPU copies want.
@@ -75,14 +78,25 @@ impl Meter {
 }
 
 impl LayerKind {
+    /// The bytes of the boundary activation that it hands on, and of its gradient.
+    pub fn output_bytes(&self, samples: usize, sequence: usize, precision: Precision) -> u64 {
+        match self {
+            LayerKind::Convolution(spec) => compute_bytes(samples * spec.output_elements(), precision),
+            _ => self.footprint(samples, sequence, precision).output,
+        }
+    }
+
     /// The footprint of `samples` samples of `sequence` rows.
+    ///
+    /// # Panics
+    /// For a convolution, which has [`ConvolutionSpec::footprint`](crate::ConvolutionSpec::footprint).
     pub fn footprint(&self, samples: usize, sequence: usize, precision: Precision) -> Footprint {
         let rows = samples * sequence;
         match self {
+            LayerKind::Convolution(_) => panic!("a convolution has a footprint of its own kind"),
             LayerKind::Embedding(spec) => embedding(spec, rows, precision),
             LayerKind::Block(spec) => block(spec, rows, precision),
             LayerKind::Patches(spec) => patches(spec, samples, precision),
-            LayerKind::Convolution(spec) => convolution(spec, samples),
             LayerKind::Head(spec) => head(spec, samples, sequence, precision),
         }
     }
@@ -198,71 +212,6 @@ fn block(spec: &BlockSpec, rows: usize, precision: Precision) -> Footprint {
             NormPlace::After => forward_peak,
         },
         backward_peak: meter.peak - saved,
-    }
-}
-
-/// Images are fp32: convolutions have no other precision yet.
-fn convolution(spec: &ConvolutionSpec, samples: usize) -> Footprint {
-    let bytes = |per_sample: usize| allocation_bytes(samples * per_sample);
-    let (x, output) = (bytes(spec.input_elements()), bytes(spec.output_elements()));
-    let convolved = bytes(spec.convolved_elements());
-    let statistics = if spec.norm.is_some() { allocation_bytes(2 * spec.outputs) } else { 0 };
-    let scratch = spec.scratch_elements(samples).map_or(0, allocation_bytes);
-    let joined = if spec.joins { convolved } else { 0 };
-    let pooled = spec.pool == Some(Pool::Average);
-    let reduced = matches!(spec.pool, Some(Pool::Max { .. }));
-    let mask = if spec.relu { allocation_bytes(spec.mask_elements(samples)) } else { 0 };
-
-    let mut forward = Meter { live: x + joined, peak: x + joined };
-    if spec.first {
-        forward.take(x);
-        forward.give(x);
-    }
-    forward.take(convolved + scratch);
-    forward.give(scratch);
-    if spec.norm.is_some() {
-        forward.take(statistics + convolved);
-        forward.give(joined);
-    }
-    if reduced {
-        forward.take(2 * output); // where the largest were, and they themselves
-        forward.give(convolved);
-    }
-    forward.take(mask);
-    if pooled {
-        forward.take(output);
-        forward.give(convolved);
-    }
-    let kept = if spec.norm.is_some() { convolved + statistics } else { 0 };
-    let saved = x + kept + mask + if reduced { output } else { 0 };
-    debug_assert_eq!(forward.live, saved + output);
-
-    let mut backward = Meter { live: saved + output, peak: saved + output };
-    if pooled {
-        backward.take(convolved);
-        backward.give(output);
-    }
-    backward.give(mask);
-    if reduced {
-        backward.take(convolved);
-        backward.give(2 * output);
-    }
-    backward.take(joined);
-    backward.take(statistics); // sums of as many numbers
-    backward.give(statistics + kept);
-    backward.take(scratch);
-    if !spec.first {
-        backward.take(x);
-    }
-    let forward_peak = forward.peak - x - joined;
-    Footprint {
-        output,
-        input: x + joined,
-        saved,
-        forward_peak,
-        forward_lean_peak: forward_peak,
-        recompute_peak: 0,
-        backward_peak: backward.peak - saved - output,
     }
 }
 

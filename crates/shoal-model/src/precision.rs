@@ -99,7 +99,7 @@ impl Chain {
 
     /// Elements of the copy that layers compute with; `None` where they compute with the parameter itself.
     pub fn copy_elements(&self, tensor: usize, precision: Precision) -> Option<usize> {
-        let copied = precision.is_half() && !self.slots(tensor).any(Slot::is_norm);
+        let copied = precision.is_half() && !self.slots(tensor).any(Slot::is_fp32);
         copied.then(|| self.gradient_elements(tensor, precision))
     }
 

@@ -1,31 +1,67 @@
 //! A convolution and what follows it: batch norm, the sum with another branch, a pool, ReLU, dropout. Kept are the
 //! input, what the norm was given, where a maximum was found, and a bit for each number that the ReLU let through.
+//!
+//! A batch norm takes groups of samples together, and a plan may cut a group into micro-batches. So its forward
+//! and backward come in two parts: [`begin`] adds a micro-batch's share to the statistics of its groups, and
+//! [`forward`] goes on when they are complete; likewise [`begin_backward`] and [`backward`].
+
+use std::collections::HashMap;
+use std::ops::Range;
 
 use shoal_kernels::device::Result;
-use shoal_kernels::{Averages, Element, Filters, Mat, Tensor, Window};
+use shoal_kernels::{Averages, ColumnNorm, Element, Filters, Mat, Tensor, Window};
 use shoal_model::{BatchNorm, ConvolutionSpec, Pool, Slot};
 
-use crate::layer::Call;
+use crate::layer::{Call, element};
 use crate::parameters::{Gradients, Parameters};
 
 const DROPOUT_SITE: u64 = 0;
 
+/// What a batch norm knows of a group of samples.
+pub struct Group {
+    /// Means, then variances.
+    statistics: Tensor,
+    /// Pixels that they are made of.
+    rows: usize,
+    /// What all its members' gradients depend on.
+    sums: Option<Tensor>,
+}
+
+/// A layer's groups by their number, as far as their samples have begun.
+pub type Groups = HashMap<usize, Group>;
+
+/// A forward that waits for the statistics of its groups.
+pub struct Begun {
+    x: Tensor,
+    before: Tensor,
+}
+
 /// What the layer keeps for its backward.
 pub struct ConvolutionSaved {
     x: Tensor,
-    normed: Option<Normed>,
-    /// The pixels that maxima came from.
+    /// What the norm was given; not there where it will be made again from the input.
+    before: Option<Tensor>,
+    /// Where under the window maxima were.
     places: Option<Tensor>,
     mask: Option<Tensor>,
 }
 
-/// What a batch norm was given, with the means and variances of its channels.
-struct Normed {
+/// A backward that waits for the sums of its groups.
+pub struct BegunBackward {
+    x: Tensor,
     before: Tensor,
-    statistics: Tensor,
+    mask: Option<Tensor>,
+    /// The gradient of what the norm made, as far as the ReLU's is not taken yet.
+    gradient: Tensor,
 }
 
+/// Activations.
 fn room(call: &Call, what: &str, elements: usize) -> Result<Tensor> {
+    call.room(what, element(call.precision), elements)
+}
+
+/// Numbers of four bytes, in any precision.
+fn words(call: &Call, what: &str, elements: usize) -> Result<Tensor> {
     call.room(what, Element::F32, elements)
 }
 
@@ -36,15 +72,15 @@ fn window(spec: &ConvolutionSpec, call: &Call) -> Window {
 }
 
 fn scratch(spec: &ConvolutionSpec, call: &Call) -> Result<Option<Tensor>> {
-    let elements = spec.scratch_elements(call.samples.len());
-    elements.map(|elements| room(call, "pixels under the window", elements)).transpose()
+    let elements = spec.scratch_elements(call.samples.len(), call.precision);
+    elements.map(|elements| words(call, "pixels under the window", elements)).transpose()
 }
 
 /// The window of a maximum over what the convolution made.
 fn pool_window(spec: &ConvolutionSpec, call: &Call) -> Option<Window> {
     let Some(Pool::Max { kernel, stride, padding }) = spec.pool else { return None };
     let ((height, width), channels) = (spec.convolved(), spec.outputs);
-    let kernel = (kernel, kernel);
+    let (kernel, padding) = ((kernel, kernel), (padding, padding));
     Some(Window { samples: call.samples.len(), height, width, channels, kernel, stride, padding })
 }
 
@@ -59,180 +95,396 @@ fn filters<'a>(spec: &ConvolutionSpec, parameters: &Parameters<'a>) -> Filters<'
     Filters { weight: parameters.get(Slot::ConvolutionWeight), outputs: spec.outputs }
 }
 
+/// Room for the ReLU's bits, where some are kept.
+fn mask_room(spec: &ConvolutionSpec, call: &Call) -> Result<Option<Tensor>> {
+    let elements = spec.has_mask().then(|| spec.mask_elements(call.samples.len()));
+    elements.map(|elements| words(call, "what is positive", elements)).transpose()
+}
+
+/// The layer's groups among the call's samples: each with the rows of pixels that are its.
+fn parts(spec: &ConvolutionSpec, norm: BatchNorm, call: &Call) -> Vec<(usize, Range<usize>)> {
+    let pixels = spec.convolved().0 * spec.convolved().1;
+    let first = call.samples.start;
+    let rows = |samples: Range<usize>| (samples.start - first) * pixels..(samples.end - first) * pixels;
+    norm.groups(call.samples.clone()).map(|(group, samples)| (group, rows(samples))).collect()
+}
+
 /// A row of the two that statistics and sums have.
 fn row(tensor: &Tensor, columns: usize, index: usize) -> Mat<'_> {
     Mat::new(tensor, 2, columns).rows(index, 1)
 }
 
-/// Also the other branch's output where the layer joins two.
+fn column_norm<'a>(
+    spec: &ConvolutionSpec,
+    norm: BatchNorm,
+    parameters: &Parameters<'a>,
+    statistics: &'a Tensor,
+    rows: Range<usize>,
+) -> ColumnNorm<'a> {
+    ColumnNorm {
+        eps: norm.eps,
+        rows,
+        cols: spec.outputs,
+        mean: row(statistics, spec.outputs, 0),
+        variance: row(statistics, spec.outputs, 1),
+        weight: parameters.get(Slot::BatchNormWeight),
+        bias: parameters.get(Slot::BatchNormBias),
+    }
+}
+
+/// The layer's input with its channels last.
+fn take_input(spec: &ConvolutionSpec, call: &Call, x: Tensor) -> Result<Tensor> {
+    if !spec.first {
+        return Ok(x);
+    }
+    let mut pixels = room(call, "images", x.len())?;
+    call.device.channels_last(call.samples.len(), spec.image.2, &x, &mut pixels)?;
+    Ok(pixels)
+}
+
+/// The convolution alone, with its ReLU where there is a mask to fill.
+fn convolve(
+    spec: &ConvolutionSpec,
+    call: &Call,
+    parameters: &Parameters,
+    x: &Tensor,
+    with_bias: bool,
+    with_mask: bool,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let mut out = room(call, "the convolution", call.samples.len() * spec.convolved_elements())?;
+    let mut mask = if with_mask { mask_room(spec, call)? } else { None };
+    let mut scratch = scratch(spec, call)?;
+    let bias = parameters.optional(Slot::ConvolutionBias).filter(|_| with_bias);
+    let filters = filters(spec, parameters);
+    call.device.convolution(
+        window(spec, call),
+        x,
+        filters,
+        bias,
+        mask.as_mut(),
+        scratch.as_mut(),
+        &mut out,
+    )?;
+    Ok((out, mask))
+}
+
+/// Convolves, and adds the result's statistics to those of its groups.
+pub(crate) fn begin(
+    spec: &ConvolutionSpec,
+    call: &Call,
+    parameters: &Parameters,
+    x: Tensor,
+    groups: &mut Groups,
+) -> Result<Begun> {
+    let norm = spec.norm.expect("only a layer with a batch norm begins");
+    let x = take_input(spec, call, x)?;
+    let (before, _) = convolve(spec, call, parameters, &x, false, false)?;
+    let pixels = Mat::new(&before, before.len() / spec.outputs, spec.outputs);
+    for (group, rows) in parts(spec, norm, call) {
+        let mut statistics = words(call, "statistics of a group", 2 * spec.outputs)?;
+        call.device.column_statistics(pixels.rows(rows.start, rows.len()), &mut statistics)?;
+        match groups.get_mut(&group) {
+            None => {
+                groups.insert(group, Group { statistics, rows: rows.len(), sums: None });
+            }
+            Some(known) => {
+                let into = (&mut known.statistics, known.rows);
+                call.device.merge_statistics((&statistics, rows.len()), into)?;
+                known.rows += rows.len();
+            }
+        }
+    }
+    Ok(Begun { x, before })
+}
+
+/// A layer without a norm, from its input.
 pub(crate) fn forward(
     spec: &ConvolutionSpec,
     call: &Call,
     parameters: &Parameters,
     x: Tensor,
-    other: Option<Tensor>,
 ) -> Result<(ConvolutionSaved, Tensor)> {
+    let x = take_input(spec, call, x)?;
+    // A maximum is taken before bias and ReLU: it is the same one, and there are fewer of them.
+    let pools = spec.takes_maxima();
+    let (out, mask) = convolve(spec, call, parameters, &x, !pools, !pools)?;
+    let bias = parameters.optional(Slot::ConvolutionBias).filter(|_| pools);
+    let (places, out) = pool(spec, call, bias, out)?;
+    Ok((ConvolutionSaved { x, before: None, places, mask }, out))
+}
+
+/// What comes after the beginning, when the statistics of its groups are complete. `other` is the other branch's
+/// output where the layer joins two.
+pub(crate) fn finish(
+    spec: &ConvolutionSpec,
+    call: &Call,
+    parameters: &Parameters,
+    begun: Begun,
+    other: Option<Tensor>,
+    groups: &Groups,
+) -> Result<(ConvolutionSaved, Tensor)> {
+    let norm = spec.norm.expect("only a layer with a batch norm begins");
+    let Begun { x, before } = begun;
+    let mut out = room(call, "normed pixels", before.len())?;
+    let mut mask = mask_room(spec, call)?;
+    for (group, rows) in parts(spec, norm, call) {
+        let by = column_norm(spec, norm, parameters, &groups[&group].statistics, rows);
+        call.device.column_norm(&by, &before, other.as_ref(), mask.as_mut(), &mut out)?;
+    }
+    let (places, out) = pool(spec, call, None, out)?;
+    Ok((ConvolutionSaved { x, before: Some(before), places, mask }, out))
+}
+
+/// The forward where nothing is trained: a batch norm goes by the running statistics, or by those of these samples.
+pub(crate) fn evaluate(
+    spec: &ConvolutionSpec,
+    call: &Call,
+    parameters: &Parameters,
+    x: Tensor,
+    other: Option<Tensor>,
+) -> Result<Tensor> {
+    let Some(norm) = spec.norm else { return Ok(forward(spec, call, parameters, x)?.1) };
+    let x = take_input(spec, call, x)?;
+    let (before, _) = convolve(spec, call, parameters, &x, false, false)?;
+    let rows = before.len() / spec.outputs;
+    let mut out = room(call, "normed pixels", before.len())?;
+    let mut mask = mask_room(spec, call)?;
+    let measured;
+    let by = if call.batch_statistics {
+        let mut statistics = words(call, "statistics of the samples", 2 * spec.outputs)?;
+        call.device.column_statistics(Mat::new(&before, rows, spec.outputs), &mut statistics)?;
+        measured = statistics;
+        column_norm(spec, norm, parameters, &measured, 0..rows)
+    } else {
+        let running = |slot: Slot| Mat::new(parameters.get(slot), 1, spec.outputs);
+        ColumnNorm {
+            eps: norm.eps,
+            rows: 0..rows,
+            cols: spec.outputs,
+            mean: running(Slot::RunningMean),
+            variance: running(Slot::RunningVariance),
+            weight: parameters.get(Slot::BatchNormWeight),
+            bias: parameters.get(Slot::BatchNormBias),
+        }
+    };
+    call.device.column_norm(&by, &before, other.as_ref(), mask.as_mut(), &mut out)?;
+    Ok(pool(spec, call, None, out)?.1)
+}
+
+/// What comes last: a pool, with bias and ReLU where it takes maxima, and dropout. Also where maxima were.
+fn pool(
+    spec: &ConvolutionSpec,
+    call: &Call,
+    bias: Option<&Tensor>,
+    mut out: Tensor,
+) -> Result<(Option<Tensor>, Tensor)> {
     let (device, samples) = (call.device, call.samples.len());
-    let mut x = x;
-    if spec.first {
-        let mut pixels = room(call, "images", x.len())?;
-        device.channels_last(samples, spec.image.2, &x, &mut pixels)?;
-        x = pixels;
-    }
-    let window = window(spec, call);
-    let mut out = room(call, "the convolution", samples * spec.convolved_elements())?;
-    {
-        let mut scratch = scratch(spec, call)?;
-        let bias = parameters.optional(Slot::ConvolutionBias);
-        device.convolution(window, &x, filters(spec, parameters), bias, scratch.as_mut(), &mut out)?;
-    }
-    let mut normed = None;
-    if let Some(norm) = spec.norm {
-        let (saved, after) = normalise(spec, call, parameters, norm, out, other)?;
-        (normed, out) = (Some(saved), after);
-    }
     let mut places = None;
     if let Some(window) = pool_window(spec, call) {
-        let elements = samples * spec.output_elements();
-        let mut found = room(call, "where maxima are", elements)?;
-        let mut pooled = room(call, "maxima", elements)?;
-        device.max_pool(window, &out, &mut found, &mut pooled)?;
+        let mut found = words(call, "where maxima are", spec.place_elements(samples))?;
+        let mut pooled = room(call, "maxima", samples * spec.output_elements())?;
+        device.max_pool(window, &out, bias, spec.relu, &mut found, &mut pooled)?;
         (places, out) = (Some(found), pooled);
-    }
-    let mut mask = None;
-    if spec.relu {
-        let mut bits = room(call, "what is positive", spec.mask_elements(samples))?;
-        device.relu(&mut out, Some(&mut bits))?;
-        mask = Some(bits);
     }
     if let Some(shape) = average(spec, call) {
         let mut averages = room(call, "averages", samples * spec.outputs)?;
         device.average_pool(shape, &out, &mut averages)?;
         out = averages;
     }
-    if let Some(site) = call.dropout(DROPOUT_SITE, spec.dropout) {
-        let rows = spec.output_elements() / spec.outputs;
-        device.dropout(site, rows, spec.outputs, None, &mut out)?;
-    }
-    Ok((ConvolutionSaved { x, normed, places, mask }, out))
+    drop_some(spec, call, &mut out)?;
+    Ok((places, out))
 }
 
-/// By the batch's own statistics while training, else by the running ones.
-fn normalise(
+/// Dropout of the output, or of its gradient.
+fn drop_some(spec: &ConvolutionSpec, call: &Call, out: &mut Tensor) -> Result {
+    let Some(site) = call.dropout(DROPOUT_SITE, spec.dropout) else { return Ok(()) };
+    call.device.dropout(site, spec.output_elements() / spec.outputs, spec.outputs, None, out)
+}
+
+impl ConvolutionSaved {
+    /// The same without what [`recompute`] makes again.
+    pub(crate) fn lean(self) -> ConvolutionSaved {
+        ConvolutionSaved { before: None, ..self }
+    }
+}
+
+/// What the norm was given, once more.
+pub(crate) fn recompute(
     spec: &ConvolutionSpec,
     call: &Call,
     parameters: &Parameters,
-    norm: BatchNorm,
-    before: Tensor,
-    other: Option<Tensor>,
-) -> Result<(Normed, Tensor)> {
-    let (device, columns) = (call.device, spec.outputs);
-    let x = Mat::new(&before, before.len() / columns, columns);
-    let mut statistics = room(call, "batch statistics", 2 * columns)?;
-    let mut out = room(call, "normed pixels", before.len())?;
-    let (mean, variance) = if call.batch_statistics {
-        device.column_statistics(x, &mut statistics)?;
-        (row(&statistics, columns, 0), row(&statistics, columns, 1))
-    } else {
-        let running = |slot: Slot| Mat::new(parameters.get(slot), 1, columns);
-        (running(Slot::RunningMean), running(Slot::RunningVariance))
-    };
-    let (weight, bias) = (parameters.get(Slot::BatchNormWeight), parameters.get(Slot::BatchNormBias));
-    device.column_norm(norm.eps, x, mean, variance, weight, bias, other.as_ref(), &mut out)?;
-    Ok((Normed { before, statistics }, out))
+    saved: ConvolutionSaved,
+) -> Result<ConvolutionSaved> {
+    let (before, _) = convolve(spec, call, parameters, &saved.x, false, false)?;
+    Ok(ConvolutionSaved { before: Some(before), ..saved })
 }
 
-/// The gradients of the inputs: none where they are images, and the other branch's after the first.
+/// The gradient of what a pool was given. With a bias' sum, that of the pool's bias is added to it.
+fn unpool(
+    spec: &ConvolutionSpec,
+    call: &Call,
+    places: Option<Tensor>,
+    mut dy: Tensor,
+    bias: Option<(&mut Tensor, bool)>,
+) -> Result<Tensor> {
+    drop_some(spec, call, &mut dy)?;
+    if spec.pool.is_none() {
+        return Ok(dy);
+    }
+    let mut dx = room(call, "gradient of pooled pixels", call.samples.len() * spec.convolved_elements())?;
+    if let Some(shape) = average(spec, call) {
+        call.device.average_pool_gradient(shape, &dy, &mut dx)?;
+    }
+    if let Some((window, places)) = pool_window(spec, call).zip(places) {
+        call.device.max_pool_gradient(window, &places, &dy, &mut dx, bias)?;
+    }
+    Ok(dx)
+}
+
+/// Adds to the sums that the gradients of its groups' members depend on.
+pub(crate) fn begin_backward(
+    spec: &ConvolutionSpec,
+    call: &Call,
+    parameters: &Parameters,
+    gradients: &mut Gradients,
+    saved: ConvolutionSaved,
+    dy: Tensor,
+    groups: &mut Groups,
+) -> Result<BegunBackward> {
+    let norm = spec.norm.expect("only a layer with a batch norm begins");
+    let ConvolutionSaved { x, before, places, mask } = saved;
+    let before = before.expect("what the norm was given is kept or recomputed");
+    let gradient = unpool(spec, call, places, dy, None)?;
+    for (group, rows) in parts(spec, norm, call) {
+        let group = groups.get_mut(&group).expect("the forward began it");
+        let more = group.sums.is_some();
+        let mut sums = match group.sums.take() {
+            Some(sums) => sums,
+            None => words(call, "sums of a group", 2 * spec.outputs)?,
+        };
+        let by = column_norm(spec, norm, parameters, &group.statistics, rows);
+        let slots = [Some(Slot::BatchNormBias), Some(Slot::BatchNormWeight)];
+        let [Some(bias), Some(weight)] = gradients.add_to_all(slots) else {
+            panic!("layer {} has no gradients for its norm", call.layer)
+        };
+        call.device.column_norm_sums(
+            &by,
+            &before,
+            mask.as_ref(),
+            &gradient,
+            (&mut sums, more),
+            bias,
+            weight,
+        )?;
+        group.sums = Some(sums);
+    }
+    Ok(BegunBackward { x, before, mask, gradient })
+}
+
+/// From a begun backward: the gradients of the inputs, none where they are images, the other branch's last.
+pub(crate) fn finish_backward(
+    spec: &ConvolutionSpec,
+    call: &Call,
+    parameters: &Parameters,
+    gradients: &mut Gradients,
+    begun: BegunBackward,
+    groups: &Groups,
+) -> Result<Vec<Tensor>> {
+    let norm = spec.norm.expect("only a layer with a batch norm begins");
+    let BegunBackward { x, mut before, mask, mut gradient } = begun;
+    for (number, rows) in parts(spec, norm, call) {
+        let group = &groups[&number];
+        let sums = group.sums.as_ref().expect("the backward began it");
+        let by = column_norm(spec, norm, parameters, &group.statistics, rows);
+        call.device.column_norm_gradient(
+            &by,
+            sums,
+            group.rows,
+            mask.as_ref(),
+            &mut gradient,
+            spec.joins,
+            &mut before,
+        )?;
+    }
+    follow_statistics(spec, norm, call, gradients, groups)?;
+    drop(mask);
+    // What the ReLU let through is also the gradient of the other branch's output.
+    let others = Some(gradient).filter(|_| spec.joins);
+    let mut all = convolution_gradients(spec, call, parameters, gradients, x, &before)?;
+    all.extend(others);
+    Ok(all)
+}
+
+/// The groups' statistics go into sums of their own, negative, like gradients that lead the running ones towards
+/// their mean: once each, by whoever has the group's first sample.
+fn follow_statistics(
+    spec: &ConvolutionSpec,
+    norm: BatchNorm,
+    call: &Call,
+    gradients: &mut Gradients,
+    groups: &Groups,
+) -> Result {
+    let share = 1.0 / norm.group_count(call.global_batch) as f32;
+    for (number, samples) in norm.groups(call.samples.clone()) {
+        if samples.start != number * norm.group.unwrap_or(0) {
+            continue;
+        }
+        let Group { statistics, rows, .. } = &groups[&number];
+        // The running variance is that of a sample of the group's size.
+        let unbiased = *rows as f32 / (rows.max(&2) - 1) as f32;
+        let factors = [(Slot::RunningMean, 0, -share), (Slot::RunningVariance, 1, -share * unbiased)];
+        for (slot, index, factor) in factors {
+            let sum = gradients.add_to(slot);
+            call.device.add_scaled(factor, row(statistics, spec.outputs, index), sum)?;
+        }
+    }
+    Ok(())
+}
+
+/// The whole backward of a layer without a norm.
 pub(crate) fn backward(
     spec: &ConvolutionSpec,
     call: &Call,
     parameters: &Parameters,
     gradients: &mut Gradients,
     saved: ConvolutionSaved,
-    mut dy: Tensor,
+    dy: Tensor,
 ) -> Result<Vec<Tensor>> {
-    let (device, samples) = (call.device, call.samples.len());
-    let ConvolutionSaved { x, normed, places, mask } = saved;
-    let convolved = samples * spec.convolved_elements();
-    if let Some(site) = call.dropout(DROPOUT_SITE, spec.dropout) {
-        let rows = spec.output_elements() / spec.outputs;
-        device.dropout(site, rows, spec.outputs, None, &mut dy)?;
+    let ConvolutionSaved { x, places, mask, .. } = saved;
+    let pools = spec.takes_maxima();
+    let has_bias = gradients.has(Slot::ConvolutionBias);
+    let bias = (has_bias && pools).then(|| gradients.add_to(Slot::ConvolutionBias));
+    let mut dy = unpool(spec, call, places, dy, bias)?;
+    let bias = (has_bias && !pools).then(|| gradients.add_to(Slot::ConvolutionBias));
+    match (mask, bias) {
+        (Some(mask), bias) => call.device.relu_gradient(spec.outputs, &mask, &mut dy, bias)?,
+        (None, Some((sum, more))) => {
+            let pixels = Mat::new(&dy, dy.len() / spec.outputs, spec.outputs);
+            call.device.bias_gradient(pixels, sum, more)?;
+        }
+        (None, None) => {}
     }
-    if let Some(shape) = average(spec, call) {
-        let mut dx = room(call, "gradient of averaged pixels", convolved)?;
-        device.average_pool_gradient(shape, &dy, &mut dx)?;
-        dy = dx;
-    }
-    if let Some(mask) = mask {
-        device.relu_gradient(&mask, &mut dy)?;
-    }
-    if let Some((window, places)) = pool_window(spec, call).zip(places) {
-        let mut dx = room(call, "gradient of pooled pixels", convolved)?;
-        device.max_pool_gradient(window, &places, &dy, &mut dx)?;
-        dy = dx;
-    }
-    let mut others = Vec::new();
-    if spec.joins {
-        let mut copy = room(call, "gradient of the other branch", convolved)?;
-        device.add_scaled(1.0, Mat::new(&dy, samples, convolved / samples), (&mut copy, false))?;
-        others.push(copy);
-    }
-    if let Some((norm, normed)) = spec.norm.zip(normed) {
-        norm_backward(spec, call, parameters, gradients, norm, normed, &mut dy)?;
-    }
-    if gradients.has(Slot::ConvolutionBias) {
-        let (sum, more) = gradients.add_to(Slot::ConvolutionBias);
-        device.bias_gradient(Mat::new(&dy, convolved / spec.outputs, spec.outputs), sum, more)?;
-    }
-    let window = window(spec, call);
-    let mut scratch = scratch(spec, call)?;
-    let sum = gradients.add_to(Slot::ConvolutionWeight);
-    device.convolution_weight_gradient(window, &x, &dy, scratch.as_mut(), sum)?;
-    let mut all = Vec::new();
-    if !spec.first {
-        let mut dx = room(call, "gradient of the input", x.len())?;
-        device.convolution_input_gradient(
-            window,
-            &dy,
-            filters(spec, parameters),
-            scratch.as_mut(),
-            &mut dx,
-        )?;
-        all.push(dx);
-    }
-    all.append(&mut others);
-    Ok(all)
+    convolution_gradients(spec, call, parameters, gradients, x, &dy)
 }
 
-/// The gradient of what was normed becomes that of what the norm was given. The batch's statistics go into sums of
-/// their own, negative, like gradients that lead the running ones towards them.
-fn norm_backward(
+/// The convolution's own: its filters', and its input's where that is not the samples themselves.
+fn convolution_gradients(
     spec: &ConvolutionSpec,
     call: &Call,
     parameters: &Parameters,
     gradients: &mut Gradients,
-    norm: BatchNorm,
-    normed: Normed,
-    gradient: &mut Tensor,
-) -> Result {
-    let (device, columns) = (call.device, spec.outputs);
-    let Normed { before, statistics } = normed;
-    let rows = before.len() / columns;
-    let x = Mat::new(&before, rows, columns);
-    let mut sums = room(call, "sums of the batch norm", 2 * columns)?;
-    device.column_norm_sums(norm.eps, x, &statistics, gradient, &mut sums)?;
-    let weight = parameters.get(Slot::BatchNormWeight);
-    device.column_norm_gradient(norm.eps, x, &statistics, weight, &sums, rows, gradient)?;
-    // The running variance is that of a sample of the batch's size.
-    let unbiased = rows as f32 / (rows.max(2) - 1) as f32;
-    let additions = [
-        (Slot::BatchNormBias, &sums, 0, 1.0),
-        (Slot::BatchNormWeight, &sums, 1, 1.0),
-        (Slot::RunningMean, &statistics, 0, -1.0),
-        (Slot::RunningVariance, &statistics, 1, -unbiased),
-    ];
-    for (slot, from, index, factor) in additions {
-        device.add_scaled(factor, row(from, columns, index), gradients.add_to(slot))?;
+    x: Tensor,
+    dy: &Tensor,
+) -> Result<Vec<Tensor>> {
+    let window = window(spec, call);
+    let mut scratch = scratch(spec, call)?;
+    let sum = gradients.add_to(Slot::ConvolutionWeight);
+    call.device.convolution_weight_gradient(window, &x, dy, scratch.as_mut(), sum)?;
+    if spec.first {
+        return Ok(Vec::new());
     }
-    Ok(())
+    let mut dx = room(call, "gradient of the input", x.len())?;
+    let filters = filters(spec, parameters);
+    call.device.convolution_input_gradient(window, dy, filters, scratch.as_mut(), &mut dx)?;
+    Ok(vec![dx])
 }

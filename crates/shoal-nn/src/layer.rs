@@ -8,7 +8,7 @@ use shoal_kernels::{Device, DropoutSite, Element, Gelu, Tensor};
 use shoal_model::{Activation, LayerKind, Precision, Retention};
 
 use crate::block::BlockSaved;
-use crate::convolution::ConvolutionSaved;
+use crate::convolution::{Begun, BegunBackward, ConvolutionSaved, Groups};
 use crate::head::HeadSaved;
 use crate::parameters::{Gradients, Parameters};
 use crate::{block, convolution, embedding, head, patches};
@@ -45,6 +45,8 @@ pub struct Call<'a> {
     pub layer: usize,
     /// Samples of the micro-batch, by their numbers in the global batch.
     pub samples: Range<usize>,
+    /// Samples of the global batch.
+    pub global_batch: usize,
     pub sequence: usize,
     pub precision: Precision,
     /// None in evaluation: nothing is dropped.
@@ -90,6 +92,8 @@ pub enum Feed {
     Hidden(Tensor),
     /// Two branches' outputs, the second to be added.
     Joined(Tensor, Tensor),
+    /// What its own forward began with, and another branch's output where it joins one.
+    Begun(Box<Begun>, Option<Tensor>),
     /// The last layer also takes the targets.
     HiddenAndTargets(Tensor, Tensor),
 }
@@ -102,6 +106,8 @@ pub enum Saved {
     Patches(Tensor),
     Block(Box<BlockSaved>),
     Convolution(Box<ConvolutionSaved>),
+    Begun(Box<Begun>),
+    BegunBackward(Box<BegunBackward>),
     Head(HeadSaved),
 }
 
@@ -114,13 +120,45 @@ pub struct LossSink<'a> {
     pub correct: Option<&'a mut Tensor>,
 }
 
-/// Runs a layer; the last layer has no output but adds to the loss.
+/// The part of a forward in training that comes before the statistics of its groups are known.
+pub fn begin(
+    kind: &LayerKind,
+    call: &Call,
+    parameters: &Parameters,
+    feed: Feed,
+    groups: &mut Groups,
+) -> Result<Saved> {
+    let (LayerKind::Convolution(spec), Feed::Images(x) | Feed::Hidden(x)) = (kind, feed) else {
+        panic!("layer {} has no beginning", call.layer)
+    };
+    Ok(Saved::Begun(convolution::begin(spec, call, parameters, x, groups)?.into()))
+}
+
+/// The part of a backward that comes before the sums of its groups are known.
+pub fn begin_backward(
+    kind: &LayerKind,
+    call: &Call,
+    parameters: &Parameters,
+    gradients: &mut Gradients,
+    saved: Saved,
+    gradient: Option<Tensor>,
+    groups: &mut Groups,
+) -> Result<Saved> {
+    let (LayerKind::Convolution(spec), Saved::Convolution(saved), Some(dy)) = (kind, saved, gradient) else {
+        panic!("the backward of layer {} has no beginning", call.layer)
+    };
+    let begun = convolution::begin_backward(spec, call, parameters, gradients, *saved, dy, groups)?;
+    Ok(Saved::BegunBackward(begun.into()))
+}
+
+/// Runs a layer; the last layer has no output but adds to the loss. The groups are those of a layer that began.
 pub fn forward(
     kind: &LayerKind,
     call: &Call,
     parameters: &Parameters,
     feed: Feed,
     retention: Retention,
+    groups: Option<&Groups>,
     loss: Option<LossSink>,
 ) -> Result<(Option<Tensor>, Option<Saved>)> {
     match (kind, feed) {
@@ -144,18 +182,24 @@ pub fn forward(
             Ok((output, saved))
         }
         (LayerKind::Convolution(spec), feed) => {
-            let (x, other) = match feed {
-                Feed::Images(x) | Feed::Hidden(x) => (x, None),
-                Feed::Joined(x, other) => (x, Some(other)),
+            let (saved, output) = match feed {
+                Feed::Begun(begun, other) => {
+                    let groups = groups.expect("a layer that began has groups");
+                    convolution::finish(spec, call, parameters, *begun, other, groups)?
+                }
+                Feed::Images(x) | Feed::Hidden(x) if retention != Retention::Nothing => {
+                    convolution::forward(spec, call, parameters, x)?
+                }
+                Feed::Images(x) | Feed::Hidden(x) => {
+                    return Ok((Some(convolution::evaluate(spec, call, parameters, x, None)?), None));
+                }
+                Feed::Joined(x, other) => {
+                    return Ok((Some(convolution::evaluate(spec, call, parameters, x, Some(other))?), None));
+                }
                 _ => panic!("layer {} takes images", call.layer),
             };
-            let (saved, output) = convolution::forward(spec, call, parameters, x, other)?;
-            let saved = match retention {
-                Retention::Saved => Some(Saved::Convolution(saved.into())),
-                Retention::Input => panic!("layer {} is not recomputed", call.layer),
-                Retention::Nothing => None,
-            };
-            Ok((Some(output), saved))
+            let saved = if retention == Retention::Input { saved.lean() } else { saved };
+            Ok((Some(output), Some(Saved::Convolution(saved.into()))))
         }
         (LayerKind::Head(spec), Feed::HiddenAndTargets(x, targets)) => {
             let loss = loss.expect("the last layer has a loss to add to");
@@ -195,11 +239,15 @@ pub fn recompute(
             let loss = loss.expect("the last layer has a loss scale");
             Ok(Saved::Head(head::forward(spec, call, parameters, x, targets, loss)?))
         }
+        (LayerKind::Convolution(spec), Saved::Convolution(saved)) => {
+            Ok(Saved::Convolution(convolution::recompute(spec, call, parameters, *saved)?.into()))
+        }
         (_, saved) => Ok(saved), // tokens or images are all that a first layer ever keeps
     }
 }
 
-/// From the gradient of the output to the gradients of the inputs, those of tokens and images left out; adds the parameters' gradients up.
+/// From the gradient of the output to the gradients of the inputs, those of tokens and images left out; adds the
+/// parameters' gradients up.
 pub fn backward(
     kind: &LayerKind,
     call: &Call,
@@ -207,6 +255,7 @@ pub fn backward(
     gradients: &mut Gradients,
     saved: Saved,
     gradient: Option<Tensor>,
+    groups: Option<&Groups>,
 ) -> Result<Vec<Tensor>> {
     match (kind, saved, gradient) {
         (LayerKind::Embedding(spec), Saved::Embedding(tokens), Some(dy)) => {
@@ -222,6 +271,10 @@ pub fn backward(
         }
         (LayerKind::Convolution(spec), Saved::Convolution(saved), Some(dy)) => {
             convolution::backward(spec, call, parameters, gradients, *saved, dy)
+        }
+        (LayerKind::Convolution(spec), Saved::BegunBackward(begun), None) => {
+            let groups = groups.expect("a layer that began has groups");
+            convolution::finish_backward(spec, call, parameters, gradients, *begun, groups)
         }
         (LayerKind::Head(spec), Saved::Head(saved), None) => {
             head::backward(spec, call, parameters, gradients, saved).map(|dx| vec![dx])

@@ -20,6 +20,7 @@ pub mod parameters;
 pub mod patches;
 pub mod schedule;
 
+pub use convolution::Groups;
 pub use layer::{Call, Feed, Randomness, Saved};
 pub use optimizer::{Decay, OptimizerKind, OptimizerSettings};
 pub use parameters::{GradientSum, Gradients, Parameters};

@@ -20,7 +20,9 @@ pub enum CompileError {
         "{layer} is cut into other micro-batches than the layer before it: cutting activations again is not compiled yet"
     )]
     Recut { layer: String },
-    #[error("{layer} norms the whole batch together: its statistics do not go between micro-batches yet")]
+    #[error(
+        "{layer} norms samples together that are in different micro-batches, of which the first would be done before the last begins"
+    )]
     SplitGroup { layer: String },
 }
 
@@ -64,15 +66,22 @@ fn refuse_movement(plan: &Plan) -> Result<(), CompileError> {
     Ok(())
 }
 
-/// A batch norm's group is the whole batch, so a training step must see it at once.
+/// A group's micro-batches must all have begun a layer before one of them goes on: they go layer by layer.
 fn refuse_split_groups(plan: &Plan, chain: &Chain) -> Result<(), CompileError> {
-    let norms = |kind: &LayerKind| matches!(kind, LayerKind::Convolution(spec) if spec.norm.is_some());
-    match chain.layers.iter().find(|layer| norms(&layer.kind)) {
-        Some(layer) if micro_batches(plan).len() > 1 => {
-            Err(CompileError::SplitGroup { layer: layer.name.clone() })
-        }
-        _ => Ok(()),
+    if plan.order == Order::LayerFirst {
+        return Ok(());
     }
+    match (0..chain.layers.len()).find(|layer| splits_groups(chain, *layer, micro_batches(plan))) {
+        Some(layer) => Err(CompileError::SplitGroup { layer: chain.layers[layer].name.clone() }),
+        None => Ok(()),
+    }
+}
+
+/// Whether some group that a layer's batch norm takes together is in several micro-batches.
+pub(crate) fn splits_groups(chain: &Chain, layer: usize, batches: &[Samples]) -> bool {
+    let groups = |samples: &Samples| chain.batch_norm(layer).map(|norm| norm.groups(samples.range()));
+    let mut seen = HashSet::new();
+    batches.iter().filter_map(groups).flatten().any(|(group, _)| !seen.insert(group))
 }
 
 fn micro_batches(plan: &Plan) -> &[Samples] {
@@ -81,17 +90,39 @@ fn micro_batches(plan: &Plan) -> &[Samples] {
 
 fn forward_op(plan: &Plan, chain: &Chain, layer: usize, samples: Samples) -> Op {
     let recompute = plan.layers[layer].compute[0].activations == Activations::Recompute
-        // A first layer keeps its tokens or images either way; convolutions are not recomputed yet.
-        && !matches!(
-            chain.layers[layer].kind,
-            LayerKind::Embedding(_) | LayerKind::Patches(_) | LayerKind::Convolution(_)
-        );
+        && match &chain.layers[layer].kind {
+            // A first layer keeps its tokens or images either way.
+            LayerKind::Embedding(_) | LayerKind::Patches(_) => false,
+            // Without a norm it keeps its input and bits.
+            LayerKind::Convolution(spec) => spec.norm.is_some(),
+            LayerKind::Block(_) | LayerKind::Head(_) => true,
+        };
     Op::Forward { layer, samples, keep: if recompute { Keep::Input } else { Keep::All } }
 }
 
-fn backward_ops(plan: &Plan, chain: &Chain, layer: usize, samples: Samples) -> impl Iterator<Item = Op> {
-    let recompute = matches!(forward_op(plan, chain, layer, samples), Op::Forward { keep: Keep::Input, .. });
-    recompute.then_some(Op::Recompute { layer, samples }).into_iter().chain([Op::Backward { layer, samples }])
+/// A layer's forward over some micro-batches: all of them begin where its groups may be in several.
+fn forward_ops(plan: &Plan, chain: &Chain, layer: usize, batches: &[Samples]) -> Vec<Op> {
+    let begins =
+        chain.batch_norm(layer).map(|_| batches.iter().map(|samples| Op::Begin { layer, samples: *samples }));
+    let forwards = batches.iter().map(|samples| forward_op(plan, chain, layer, *samples));
+    begins.into_iter().flatten().chain(forwards).collect()
+}
+
+fn backward_ops(plan: &Plan, chain: &Chain, layer: usize, batches: &[Samples]) -> Vec<Op> {
+    let recomputed = |samples: Samples| {
+        matches!(forward_op(plan, chain, layer, samples), Op::Forward { keep: Keep::Input, .. })
+            .then_some(Op::Recompute { layer, samples })
+    };
+    let backward = |samples: Samples| Op::Backward { layer, samples };
+    let all = batches.iter().copied();
+    match chain.batch_norm(layer) {
+        Some(_) => all
+            .clone()
+            .flat_map(|samples| recomputed(samples).into_iter().chain([Op::BeginBackward { layer, samples }]))
+            .chain(all.map(backward))
+            .collect(),
+        None => all.flat_map(|samples| recomputed(samples).into_iter().chain([backward(samples)])).collect(),
+    }
 }
 
 fn training(plan: &Plan, chain: &Chain) -> Vec<Op> {
@@ -101,18 +132,14 @@ fn training(plan: &Plan, chain: &Chain) -> Vec<Op> {
     ops.push(Op::CountTargets);
     match plan.order {
         Order::MicroBatchFirst => {
-            for samples in batches {
-                ops.extend(layers.clone().map(|layer| forward_op(plan, chain, layer, *samples)));
-                ops.extend(layers.clone().rev().flat_map(|layer| backward_ops(plan, chain, layer, *samples)));
+            for batch in batches.chunks(1) {
+                ops.extend(layers.clone().flat_map(|layer| forward_ops(plan, chain, layer, batch)));
+                ops.extend(layers.clone().rev().flat_map(|layer| backward_ops(plan, chain, layer, batch)));
             }
         }
         Order::LayerFirst => {
-            for layer in layers.clone() {
-                ops.extend(batches.iter().map(|samples| forward_op(plan, chain, layer, *samples)));
-            }
-            for layer in layers.rev() {
-                ops.extend(batches.iter().flat_map(|samples| backward_ops(plan, chain, layer, *samples)));
-            }
+            ops.extend(layers.clone().flat_map(|layer| forward_ops(plan, chain, layer, batches)));
+            ops.extend(layers.rev().flat_map(|layer| backward_ops(plan, chain, layer, batches)));
         }
     }
     ops.extend([Op::SumLoss, Op::GradientNorm]);

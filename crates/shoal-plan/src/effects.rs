@@ -24,6 +24,16 @@ pub enum Value {
         reader: usize,
         samples: Samples,
     },
+    /// A forward that has begun: it waits for the statistics of its groups.
+    Begun {
+        layer: usize,
+        samples: Samples,
+    },
+    /// A backward that has begun: it waits for the sums of its groups.
+    BegunBackward {
+        layer: usize,
+        samples: Samples,
+    },
     /// What a layer's backward reads.
     Saved {
         layer: usize,
@@ -59,7 +69,19 @@ pub enum Fact {
 pub enum Sum {
     TargetCount,
     Loss,
-    Gradient { tensor: usize },
+    Gradient {
+        tensor: usize,
+    },
+    /// Of a group of samples that a batch norm takes together.
+    Statistics {
+        layer: usize,
+        group: usize,
+    },
+    /// What the gradients of that group's members all depend on.
+    GradientStatistics {
+        layer: usize,
+        group: usize,
+    },
 }
 
 impl fmt::Display for Value {
@@ -73,6 +95,8 @@ impl fmt::Display for Value {
             Value::Activation { layer, reader, samples } => {
                 write!(f, "the output of layer {layer} for layer {reader}, {samples}")
             }
+            Value::Begun { layer, samples } => write!(f, "layer {layer}'s begun forward, {samples}"),
+            Value::BegunBackward { layer, samples } => write!(f, "layer {layer}'s begun backward, {samples}"),
             Value::Saved { layer, samples } => write!(f, "what layer {layer} saved, {samples}"),
             Value::Input { layer, samples } => write!(f, "the kept input of layer {layer}, {samples}"),
             Value::Gradient { layer, reader, samples } if *reader == layer + 1 => {
@@ -102,6 +126,10 @@ impl fmt::Display for Sum {
             Sum::TargetCount => write!(f, "the count of the targets"),
             Sum::Loss => write!(f, "the loss"),
             Sum::Gradient { tensor } => write!(f, "the gradient of tensor {tensor}"),
+            Sum::Statistics { layer, group } => write!(f, "the statistics of layer {layer}'s group {group}"),
+            Sum::GradientStatistics { layer, group } => {
+                write!(f, "the sums of layer {layer}'s group {group} in the backward")
+            }
         }
     }
 }
@@ -132,6 +160,15 @@ pub fn effects(op: &Op, chain: &Chain) -> Effects {
         feed.extend((layer == last).then_some(Value::Targets(samples)));
         feed
     };
+    // What a backward takes.
+    let backward_feed = |layer: usize, samples: Samples| {
+        let gradients = chain.readers(layer).map(|reader| Value::Gradient { layer, reader, samples });
+        std::iter::once(Value::Saved { layer, samples }).chain(gradients).collect()
+    };
+    let groups = |layer: usize, samples: Samples| {
+        let groups = chain.batch_norm(layer).map(|norm| norm.groups(samples.range()));
+        groups.into_iter().flatten().map(|(group, _)| group)
+    };
     match *op {
         Op::Load { samples } => Effects {
             makes: vec![Value::Inputs(samples), Value::Targets(samples)],
@@ -143,7 +180,24 @@ pub fn effects(op: &Op, chain: &Chain) -> Effects {
             establishes: Some(Fact::TargetCount),
             ..Effects::default()
         },
+        Op::Begin { layer, samples } => {
+            let mut uses_up = feed(layer, samples);
+            uses_up.truncate(1);
+            Effects {
+                uses_up,
+                makes: vec![Value::Begun { layer, samples }],
+                adds_to: groups(layer, samples).map(|group| Sum::Statistics { layer, group }).collect(),
+                reads_tensors: tensors(layer),
+                ..Effects::default()
+            }
+        }
         Op::Forward { layer, samples, keep } => {
+            let begun = keep != Keep::Nothing && chain.batch_norm(layer).is_some();
+            let mut uses_up = feed(layer, samples);
+            if begun {
+                uses_up[0] = Value::Begun { layer, samples };
+            }
+            let statistics = groups(layer, samples).map(|group| Sum::Statistics { layer, group });
             let readers = chain.readers(layer);
             let mut makes: Vec<Value> =
                 readers.map(|reader| Value::Activation { layer, reader, samples }).collect();
@@ -153,9 +207,10 @@ pub fn effects(op: &Op, chain: &Chain) -> Effects {
                 Keep::Nothing => None,
             });
             Effects {
-                uses_up: feed(layer, samples),
+                uses_up,
                 makes,
                 needs: if layer == last { vec![Fact::TargetCount] } else { vec![] },
+                needs_complete: if begun { statistics.collect() } else { vec![] },
                 adds_to: if layer == last { vec![Sum::Loss] } else { vec![] },
                 reads_tensors: tensors(layer),
                 ..Effects::default()
@@ -167,12 +222,22 @@ pub fn effects(op: &Op, chain: &Chain) -> Effects {
             reads_tensors: tensors(layer),
             ..Effects::default()
         },
+        Op::BeginBackward { layer, samples } => Effects {
+            uses_up: backward_feed(layer, samples),
+            makes: vec![Value::BegunBackward { layer, samples }],
+            adds_to: groups(layer, samples).map(|group| Sum::GradientStatistics { layer, group }).collect(),
+            reads_tensors: tensors(layer),
+            ..Effects::default()
+        },
         Op::Backward { layer, samples } => {
-            let mut uses_up = vec![Value::Saved { layer, samples }];
-            uses_up.extend(chain.readers(layer).map(|reader| Value::Gradient { layer, reader, samples }));
             let sums: Vec<usize> = tensors(layer);
+            let whole = groups(layer, samples).map(|group| Sum::GradientStatistics { layer, group });
             Effects {
-                uses_up,
+                uses_up: match chain.batch_norm(layer) {
+                    Some(_) => vec![Value::BegunBackward { layer, samples }],
+                    None => backward_feed(layer, samples),
+                },
+                needs_complete: whole.collect(),
                 makes: chain.layers[layer]
                     .inputs
                     .iter()

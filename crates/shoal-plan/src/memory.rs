@@ -2,7 +2,11 @@
 //! pile their values on top of it. A plan is accepted or refused by this number, and the engine's counted
 //! bytes never pass it.
 
-use shoal_model::footprint::{Footprint, allocation_bytes, compute_bytes, prediction_peak};
+use std::collections::{HashMap, HashSet};
+
+use shoal_model::footprint::{
+    ConvolutionFootprint, Footprint, Phase, allocation_bytes, compute_bytes, prediction_peak,
+};
 use shoal_model::{Chain, LayerKind, Precision};
 
 use crate::program::{Keep, Op, Program, Purpose};
@@ -66,8 +70,15 @@ pub fn forecast(program: &Program, plan: &Plan, chain: &Chain) -> MemoryForecast
 
 fn values_peak(program: &Program, plan: &Plan, chain: &Chain) -> (u64, usize) {
     let (mut live, mut peak, mut highest_at) = (0u64, 0u64, 0usize);
+    let mut walk = Walk {
+        chain,
+        sequence: plan.sequence,
+        precision: plan.precision,
+        readers: HashMap::new(),
+        groups: HashSet::new(),
+    };
     for (place, instruction) in program.instructions.iter().enumerate() {
-        let Change { peak: rise, gain, loss } = change(&instruction.op, plan.sequence, plan.precision, chain);
+        let Phase { peak: rise, gain, loss } = walk.change(&instruction.op);
         if live + rise > peak {
             (peak, highest_at) = (live + rise, place);
         }
@@ -76,63 +87,190 @@ fn values_peak(program: &Program, plan: &Plan, chain: &Chain) -> (u64, usize) {
     (peak, highest_at)
 }
 
-/// What one instruction does to the bytes alive.
-struct Change {
-    /// The most it adds while it runs.
-    peak: u64,
-    /// What it leaves behind, and what it releases.
-    gain: u64,
-    loss: u64,
+/// What is alive that several instructions share.
+struct Walk<'a> {
+    chain: &'a Chain,
+    sequence: usize,
+    precision: Precision,
+    /// How many of the layers that take an output still have it: the last to let go releases its bytes.
+    readers: HashMap<(usize, Samples), usize>,
+    /// Layers' groups that have statistics, and those that have sums in the backward.
+    groups: HashSet<(usize, usize, bool)>,
 }
 
-fn change(op: &Op, sequence: usize, precision: Precision, chain: &Chain) -> Change {
-    let footprint = |layer: usize, samples: Samples| {
-        chain.layers[layer].kind.footprint(samples.count(), sequence, precision)
-    };
-    // Outputs beyond the first.
-    let copies = |layer: usize| (chain.readers(layer).count() as u64).saturating_sub(1);
-    let none = Change { peak: 0, gain: 0, loss: 0 };
-    match *op {
-        Op::Load { samples } => {
-            let bytes = |per_sample: usize| allocation_bytes(samples.count() * per_sample);
-            let loaded = bytes(chain.input_elements(sequence)) + bytes(chain.targets(sequence));
-            Change { peak: loaded, gain: loaded, loss: 0 }
-        }
-        Op::Forward { layer, samples, keep } => {
-            let Footprint { output, input, saved, forward_peak, forward_lean_peak, .. } =
-                footprint(layer, samples);
-            let change = |peak: u64, gain: u64, loss: u64| {
-                // Copies of the output for further branches are made when all else is done.
-                let gain = gain + copies(layer) * output;
-                Change { peak: peak.max(gain.saturating_sub(loss)), gain, loss }
-            };
-            match keep {
-                Keep::All => change(forward_peak, output + saved, input),
-                Keep::Input => change(forward_lean_peak, output, 0),
-                Keep::Nothing => change(forward_lean_peak, output, input),
+impl Walk<'_> {
+    fn footprint(&self, layer: usize, samples: Samples) -> Footprint {
+        self.chain.layers[layer].kind.footprint(samples.count(), self.sequence, self.precision)
+    }
+
+    fn output(&self, layer: usize, samples: Samples) -> u64 {
+        self.chain.layers[layer].kind.output_bytes(samples.count(), self.sequence, self.precision)
+    }
+
+    /// Bytes of a new output, which all its readers share.
+    fn hand_on(&mut self, layer: usize, samples: Samples) -> u64 {
+        match self.chain.readers(layer).count() {
+            0 => 0,
+            readers => {
+                self.readers.insert((layer, samples), readers);
+                self.output(layer, samples)
             }
         }
-        Op::Recompute { layer, samples } => {
-            let Footprint { input, saved, recompute_peak, .. } = footprint(layer, samples);
-            Change { peak: recompute_peak, gain: saved, loss: input }
+    }
+
+    /// Bytes released when one of the readers lets go of some outputs.
+    fn let_go(&mut self, from: &[usize], samples: Samples) -> u64 {
+        let mut released = 0;
+        for layer in from {
+            let left = self.readers.get_mut(&(*layer, samples)).expect("it was made before it was taken");
+            *left -= 1;
+            if *left == 0 {
+                self.readers.remove(&(*layer, samples));
+                released += self.output(*layer, samples);
+            }
         }
-        Op::Backward { layer, samples } => {
-            let Footprint { output, saved, backward_peak, .. } = footprint(layer, samples);
-            let inputs = chain.layers[layer].inputs.iter();
-            let input_gradients = inputs.map(|from| footprint(*from, samples).output).sum();
-            // The branches' gradients are one before the layer begins.
-            let merged = copies(layer) * output;
-            let peak = backward_peak.saturating_sub(merged);
-            Change { peak, gain: input_gradients, loss: saved + output + merged }
+        released
+    }
+
+    /// Bytes of the outputs that a layer takes, whoever else does.
+    fn taken(&self, layer: usize, samples: Samples) -> u64 {
+        self.chain.layers[layer].inputs.iter().map(|from| self.output(*from, samples)).sum()
+    }
+
+    /// Bytes of the gradients beyond the first that a layer's output gets: they are one before its backward
+    /// begins.
+    fn merged(&self, layer: usize, samples: Samples) -> u64 {
+        let readers = self.chain.readers(layer).count() as u64;
+        readers.saturating_sub(1) * self.output(layer, samples)
+    }
+
+    /// The layer's groups among these samples that are seen for the first time, and whether there are others.
+    fn new_groups(&mut self, layer: usize, samples: Samples, backward: bool) -> (u64, bool) {
+        let Some(norm) = self.chain.batch_norm(layer) else { return (0, false) };
+        let (mut new, mut others) = (0, false);
+        for (group, _) in norm.groups(samples.range()) {
+            match self.groups.insert((layer, group, backward)) {
+                true => new += 1,
+                false => others = true,
+            }
         }
-        Op::Predict { layer, samples } => {
-            let Footprint { input, .. } = footprint(layer, samples);
-            let peak = match &chain.layers[layer].kind {
-                LayerKind::Head(spec) => prediction_peak(spec, samples.count(), sequence, precision),
-                _ => 0,
-            };
-            Change { peak, gain: 0, loss: input }
+        (new, others)
+    }
+
+    fn change(&mut self, op: &Op) -> Phase {
+        if let Op::Begin { layer, samples }
+        | Op::Forward { layer, samples, .. }
+        | Op::Recompute { layer, samples }
+        | Op::BeginBackward { layer, samples }
+        | Op::Backward { layer, samples } = *op
+            && let LayerKind::Convolution(spec) = &self.chain.layers[layer].kind
+        {
+            let bytes = spec.footprint(samples.count(), self.precision);
+            return self.convolution(op, layer, samples, &bytes);
         }
-        Op::CountTargets | Op::SumLoss | Op::GradientNorm | Op::Update { .. } => none,
+        match *op {
+            Op::Load { samples } => {
+                let bytes = |per_sample: usize| allocation_bytes(samples.count() * per_sample);
+                let inputs = self.chain.input_elements(self.sequence);
+                let loaded = bytes(inputs) + bytes(self.chain.targets(self.sequence));
+                Phase { peak: loaded, gain: loaded, loss: 0 }
+            }
+            Op::Forward { layer, samples, keep } => {
+                let Footprint { input, saved, forward_peak, forward_lean_peak, .. } =
+                    self.footprint(layer, samples);
+                let output = self.hand_on(layer, samples);
+                match keep {
+                    Keep::All => Phase { peak: forward_peak, gain: output + saved - input, loss: 0 },
+                    Keep::Input => Phase { peak: forward_lean_peak, gain: output, loss: 0 },
+                    Keep::Nothing => {
+                        let loss = self.release_inputs(layer, samples, input);
+                        Phase { peak: forward_lean_peak, gain: output, loss }
+                    }
+                }
+            }
+            Op::Recompute { layer, samples } => {
+                let Footprint { input, saved, recompute_peak, .. } = self.footprint(layer, samples);
+                Phase { peak: recompute_peak, gain: saved - input, loss: 0 }
+            }
+            Op::Backward { layer, samples } => {
+                let Footprint { output, saved, backward_peak, .. } = self.footprint(layer, samples);
+                let merged = self.merged(layer, samples);
+                let gain = self.taken(layer, samples);
+                let loss = self.release_inputs(layer, samples, saved) + output + merged;
+                Phase { peak: backward_peak.saturating_sub(merged), gain, loss }
+            }
+            Op::Predict { layer, samples } => {
+                let Footprint { input, .. } = self.footprint(layer, samples);
+                let peak = match &self.chain.layers[layer].kind {
+                    LayerKind::Head(spec) => {
+                        prediction_peak(spec, samples.count(), self.sequence, self.precision)
+                    }
+                    _ => 0,
+                };
+                Phase { peak, gain: 0, loss: self.release_inputs(layer, samples, input) }
+            }
+            Op::Begin { .. } | Op::BeginBackward { .. } => unreachable!("only batch norms have beginnings"),
+            Op::CountTargets | Op::SumLoss | Op::GradientNorm | Op::Update { .. } => Phase::default(),
+        }
+    }
+
+    /// Of so many bytes that a layer releases, those of its inputs count only if no other layer has them.
+    fn release_inputs(&mut self, layer: usize, samples: Samples, bytes: u64) -> u64 {
+        let taken = self.taken(layer, samples);
+        let chain = self.chain;
+        bytes - taken + self.let_go(&chain.layers[layer].inputs, samples)
+    }
+
+    fn convolution(
+        &mut self,
+        op: &Op,
+        layer: usize,
+        samples: Samples,
+        bytes: &ConvolutionFootprint,
+    ) -> Phase {
+        let chain = self.chain;
+        let (x, others) = chain.layers[layer].inputs.split_at(chain.layers[layer].inputs.len().min(1));
+        let normed = chain.batch_norm(layer).is_some();
+        match *op {
+            Op::Begin { .. } => {
+                let (new, merges) = self.new_groups(layer, samples, false);
+                let groups = new * bytes.group;
+                // Statistics are made when the scratch is given back; those of a group that has some already
+                // stand beside them until they are merged.
+                let most = groups + if merges { bytes.group } else { 0 };
+                let Phase { peak, gain, loss } = bytes.begin;
+                Phase { peak: peak.max((gain + most).saturating_sub(loss)), gain: gain + groups, loss }
+            }
+            Op::Forward { keep, .. } => {
+                let Phase { peak, gain, loss } = match keep {
+                    Keep::All => bytes.forward,
+                    Keep::Input => bytes.forward_lean,
+                    Keep::Nothing => bytes.evaluate,
+                };
+                let output = self.hand_on(layer, samples);
+                let mut loss = loss + self.let_go(others, samples);
+                if keep == Keep::Nothing {
+                    loss += self.let_go(x, samples);
+                }
+                Phase { peak, gain: gain + output, loss }
+            }
+            Op::Recompute { .. } => bytes.recompute,
+            Op::BeginBackward { .. } => {
+                let (new, _) = self.new_groups(layer, samples, true);
+                let (groups, merged) = (new * bytes.group, self.merged(layer, samples));
+                let Phase { peak, gain, loss } = bytes.begin_backward;
+                let end = (gain + groups).saturating_sub(loss);
+                let peak = peak.max(end).saturating_sub(merged);
+                Phase { peak, gain: gain + groups, loss: loss + merged }
+            }
+            Op::Backward { .. } => {
+                let merged = if normed { 0 } else { self.merged(layer, samples) };
+                let Phase { peak, loss, .. } = bytes.backward;
+                let gain = self.taken(layer, samples);
+                let loss = loss + merged + self.let_go(x, samples);
+                Phase { peak: peak.saturating_sub(merged), gain, loss }
+            }
+            _ => unreachable!("no instruction of a layer"),
+        }
     }
 }

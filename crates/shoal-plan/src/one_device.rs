@@ -5,7 +5,7 @@
 use shoal_model::{Chain, LayerKind, Precision};
 use thiserror::Error;
 
-use crate::compile::{CompileError, compile};
+use crate::compile::{CompileError, compile, splits_groups};
 use crate::memory::{MemoryForecast, forecast};
 use crate::program::{Program, Purpose};
 use crate::table::{
@@ -66,7 +66,7 @@ impl PlanError {
                 Some("set plan.micro_batch to between 1 and train.global_batch, or leave it out".into())
             }
             PlanError::Compile(CompileError::SplitGroup { .. }) => {
-                Some("leave plan.micro_batch out, or set it to train.global_batch".into())
+                Some("set plan.order to \"layer-first\", or leave it out".into())
             }
             PlanError::Compile(_) => None,
         }
@@ -99,8 +99,6 @@ pub fn plan_one_device(
     };
     let sizes = match wanted.micro_batch {
         Some(size) => vec![size],
-        // Statistics of the whole batch: it is not cut.
-        None if chain.has_batch_norm() => vec![global_batch],
         None => candidate_sizes(global_batch, sequence, device.rows_enough),
     };
     let kinds = match wanted.activations {
@@ -156,9 +154,13 @@ pub fn table(
         .step_by(micro_batch)
         .map(|start| Samples { start, end: (start + micro_batch).min(global_batch) })
         .collect();
+    // Groups that are cut make it go layer by layer.
+    let layer_first =
+        layer_first || (0..chain.layers.len()).any(|layer| splits_groups(chain, layer, &micro_batches));
     let layers = chain.layers.iter().map(|layer| {
         // The head's backward follows its forward at once: recomputing it would only cost.
-        let recomputed = matches!(layer.kind, LayerKind::Block(_)) && activations == Activations::Recompute;
+        let recomputed = matches!(layer.kind, LayerKind::Block(_) | LayerKind::Convolution(_))
+            && activations == Activations::Recompute;
         let activations = if recomputed { Activations::Recompute } else { Activations::Keep };
         let compute = Compute { device: 0, micro_batches: micro_batches.clone(), activations };
         LayerRow { layer: layer.name.clone(), compute: vec![compute] }

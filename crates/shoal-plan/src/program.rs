@@ -49,12 +49,23 @@ pub enum Op {
     },
     /// Count the global batch's targets: one over it weighs the loss.
     CountTargets,
+    /// The part of a forward in training that comes before the statistics of its groups are known, and adds to
+    /// them: a layer with a batch norm has it before [`Op::Forward`].
+    Begin {
+        layer: usize,
+        samples: Samples,
+    },
     Forward {
         layer: usize,
         samples: Samples,
         keep: Keep,
     },
     Recompute {
+        layer: usize,
+        samples: Samples,
+    },
+    /// The part of a backward that adds to the sums of its groups, before [`Op::Backward`], which needs them whole.
+    BeginBackward {
         layer: usize,
         samples: Samples,
     },
@@ -82,8 +93,12 @@ impl fmt::Display for Op {
         match self {
             Op::Load { samples } => write!(f, "load {samples}"),
             Op::CountTargets => write!(f, "count the targets"),
+            Op::Begin { layer, samples } => write!(f, "beginning of layer {layer}'s forward, {samples}"),
             Op::Forward { layer, samples, .. } => write!(f, "forward of layer {layer}, {samples}"),
             Op::Recompute { layer, samples } => write!(f, "recompute of layer {layer}, {samples}"),
+            Op::BeginBackward { layer, samples } => {
+                write!(f, "beginning of layer {layer}'s backward, {samples}")
+            }
             Op::Backward { layer, samples } => write!(f, "backward of layer {layer}, {samples}"),
             Op::Predict { layer, samples } => write!(f, "predict from layer {layer}, {samples}"),
             Op::SumLoss => write!(f, "sum the loss"),
@@ -118,4 +133,15 @@ pub struct Program {
     /// Index into the plan's devices.
     pub device: usize,
     pub instructions: Vec<Instruction>,
+}
+
+impl Program {
+    /// Samples that it loads: those of the global batch.
+    pub fn loaded_samples(&self) -> usize {
+        let loaded = self.instructions.iter().map(|instruction| match instruction.op {
+            Op::Load { samples } => samples.count(),
+            _ => 0,
+        });
+        loaded.sum()
+    }
 }

@@ -104,7 +104,9 @@ impl<'a> Walk<'a> {
                 return Err(ProgramError::DuplicateId { id: instruction.id });
             }
             let known = match instruction.op {
-                Op::Forward { layer, .. }
+                Op::Begin { layer, .. }
+                | Op::BeginBackward { layer, .. }
+                | Op::Forward { layer, .. }
                 | Op::Recompute { layer, .. }
                 | Op::Backward { layer, .. }
                 | Op::Predict { layer, .. } => layer < chain.layers.len(),

@@ -274,9 +274,19 @@ impl Convolutional for CpuDevice {
         x: &Tensor,
         mask: Option<&Tensor>,
         dy: &Tensor,
-        sums: Sum,
+        (sums, accumulate): Sum,
+        bias_gradient: Sum,
+        weight_gradient: Sum,
     ) -> Result {
-        self.pool.install(|| self.norm_columns_sums(norm, x, mask, dy, sums));
+        // These rows' alone first: the gradients have those of the rows before already.
+        let before = accumulate.then(|| sums.floats().to_vec());
+        self.pool.install(|| self.norm_columns_sums(norm, x, mask, dy, (sums, false)));
+        for (index, (gradient, more)) in [bias_gradient, weight_gradient].into_iter().enumerate() {
+            self.add_scaled(1.0, Mat::new(sums, 2, norm.cols).rows(index, 1), (gradient, more))?;
+        }
+        if let Some(before) = before {
+            sums.floats_mut().iter_mut().zip(before).for_each(|(sum, before)| *sum += before);
+        }
         Ok(())
     }
 

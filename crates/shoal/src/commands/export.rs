@@ -1,5 +1,6 @@
 //! `shoal export`: a run's model as a Hugging Face folder.
 
+use std::borrow::Cow;
 use std::path::PathBuf;
 
 use serde_json::json;
@@ -40,15 +41,17 @@ pub fn run(options: Options) -> Result {
     let device = CpuDevice::new("cpu:0", 1, bytes)?;
     let mut state = ModelState::allocate(&device, &chain, 1, Precision::Fp32, None)?;
     model.fill(&device, &chain, &mut state)?;
-    let tensors: Vec<TensorData> = state
+    let turned: Vec<Cow<[f32]>> = state
         .tensors
         .iter()
         .zip(&chain.tensors)
-        .map(|(held, spec)| TensorData {
-            name: &spec.name,
-            shape: &spec.shape,
-            data: held.parameter.floats(),
-        })
+        .map(|(held, spec)| spec.turn_out(held.parameter.floats()))
+        .collect();
+    let tensors: Vec<TensorData> = chain
+        .tensors
+        .iter()
+        .zip(&turned)
+        .map(|(spec, data)| TensorData { name: &spec.name, shape: &spec.shape, data })
         .collect();
     let extra: Vec<PathBuf> = model.tokenizer_file().into_iter().collect();
     let config = shoal_model::hugging_face::write(&model.config, Some(&model.raw_config));
