@@ -45,7 +45,7 @@ impl CudaDevice {
     ///
     /// # Safety
     /// As for `Blas::product`.
-    unsafe fn plain_product(
+    pub(super) unsafe fn plain_product(
         &self,
         shape: (usize, usize, usize),
         out: Output,

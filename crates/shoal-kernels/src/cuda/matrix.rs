@@ -185,7 +185,8 @@ impl Blas {
         let handle = check("cublasLtCreate", result::create_handle())?;
         // SAFETY: every version has it.
         let version = unsafe { sys::cublasLtGetVersion() };
-        let ranks = Mutex::new(Ranks::read(cache_folder(), &context.facts()?.model, version));
+        let (gpu, library) = (context.facts()?.model, format!("cublaslt{version}"));
+        let ranks = Mutex::new(Ranks::read(cache_folder(), "products", &gpu, &library));
         Ok(Blas { context, handle, plans: Mutex::new(HashMap::new()), ranks })
     }
 

@@ -9,13 +9,15 @@
 //! - [`attention`]: which kernels attend: [`cudnn`]'s, those of [`flash`] on tensor cores, or plain ones.
 //! - [`norm`], [`reduce`], [`embedding`], [`optimizer`]: operations of more than one kernel; the others stand
 //!   in [`operations`].
-//! - [`convolution`]: convolutions by cuDNN; [`pixels`]: what else is done to images.
+//! - [`convolution`]: convolutions by [`cudnn`], or by products of gathered rows; [`pixels`]: what else is done
+//!   to images.
 //! - [`landing`]: where scalars are read and integers sent.
 //! - [`profile`]: how long each kernel takes, where someone asks.
 //!
 //! Operations return when they are queued; reading a number waits. Sums are made in an order that depends
-//! on shapes alone, so the same operation gives the same bits every time; but for cuDNN's attention backward
-//! and for products whose algorithm was chosen by measuring, neither of which a deterministic device uses.
+//! on shapes alone, so the same operation gives the same bits every time; but for cuDNN's attention backward,
+//! for some of its convolutions' gradients, and for products and convolutions whose algorithm was chosen by
+//! measuring, none of which a deterministic device uses.
 
 mod attention;
 mod compile;
@@ -193,7 +195,7 @@ impl CudaDevice {
         self
     }
 
-    /// As on a machine that lacks cuDNN: our own kernels attend.
+    /// As on a machine that lacks cuDNN: our own kernels attend and convolve.
     pub fn without_cudnn(mut self) -> CudaDevice {
         self.cudnn = None;
         self

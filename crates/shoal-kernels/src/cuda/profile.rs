@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
 
 use cudarc::driver::sys;
 
@@ -60,6 +61,40 @@ impl Context {
         Ok(event)
     }
 
+    /// Milliseconds between two events, which are over with this.
+    ///
+    /// # Safety
+    /// Both were recorded, and the stream has passed them.
+    unsafe fn between(&self, start: sys::CUevent, end: sys::CUevent) -> Result<f32> {
+        let mut milliseconds = 0.0f32;
+        // SAFETY: by this function's contract; destroyed once.
+        unsafe {
+            let taken = sys::cuEventElapsedTime_v2(&mut milliseconds, start, end);
+            self.check("cuEventElapsedTime", taken)?;
+            self.check("cuEventDestroy", sys::cuEventDestroy_v2(start))?;
+            self.check("cuEventDestroy", sys::cuEventDestroy_v2(end))?;
+        }
+        Ok(milliseconds)
+    }
+
+    /// Milliseconds that the GPU takes for what `work` queues; with a driver that cannot tell, those until it
+    /// is done.
+    pub(super) fn milliseconds(&self, work: impl FnOnce() -> Result) -> Result<f32> {
+        if context::needs_driver(EVENT_TIMES).is_err() {
+            self.wait()?;
+            let started = Instant::now();
+            work()?;
+            self.wait()?;
+            return Ok(1e3 * started.elapsed().as_secs_f32());
+        }
+        let start = self.mark()?;
+        work()?;
+        let end = self.mark()?;
+        self.wait()?;
+        // SAFETY: both are from just now, and were waited for.
+        unsafe { self.between(start, end) }
+    }
+
     /// Starts or stops; what was timed until now, by name.
     pub(super) fn switch_profile(&self, on: bool) -> Result<Vec<Span>> {
         self.wait()?;
@@ -69,14 +104,8 @@ impl Context {
         let timed = std::mem::replace(&mut *self.profile.timed(), on.then(Vec::new));
         let mut spans: HashMap<String, Span> = HashMap::new();
         for Timed { name, start, end } in timed.into_iter().flatten() {
-            let mut milliseconds = 0.0f32;
-            // SAFETY: both events were recorded and the stream has passed them; destroyed once.
-            unsafe {
-                let taken = sys::cuEventElapsedTime_v2(&mut milliseconds, start, end);
-                self.check("cuEventElapsedTime", taken)?;
-                self.check("cuEventDestroy", sys::cuEventDestroy_v2(start))?;
-                self.check("cuEventDestroy", sys::cuEventDestroy_v2(end))?;
-            }
+            // SAFETY: both come from `mark`, and were waited for.
+            let milliseconds = unsafe { self.between(start, end) }?;
             let span = spans.entry(name.clone()).or_insert(Span { name, calls: 0, seconds: 0.0 });
             span.calls += 1;
             span.seconds += f64::from(milliseconds) / 1e3;

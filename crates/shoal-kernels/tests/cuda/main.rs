@@ -6,6 +6,7 @@
 //! that such elements hold exactly, and the CPU's results are rounded to the element before they are compared.
 
 mod attention;
+mod convolution;
 mod embedding;
 mod images;
 mod linear;

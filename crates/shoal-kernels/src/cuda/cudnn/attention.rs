@@ -22,11 +22,7 @@ pub(super) struct Problem {
 
 impl Problem {
     fn data(&self) -> Data {
-        match self.element {
-            Element::F32 => Data::CUDNN_DATA_FLOAT,
-            Element::Bf16 => Data::CUDNN_DATA_BFLOAT16,
-            Element::F16 => Data::CUDNN_DATA_HALF,
-        }
+        self.element.into()
     }
 
     /// [samples, heads, sequence, head_size] in rows of `width`.

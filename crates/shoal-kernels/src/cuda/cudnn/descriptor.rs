@@ -88,6 +88,12 @@ pub(super) unsafe trait Value: Copy {
 #[repr(transparent)]
 pub(super) struct Reference(sys::cudnnBackendDescriptor_t);
 
+/// What the library notes about an engine's numbers. Newer libraries have notes that the bindings lack, so
+/// this is a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub(super) struct Note(pub(super) u32);
+
 /// An address, of the device or of the host.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
@@ -100,6 +106,10 @@ unsafe impl Value for i64 {
 // SAFETY: CUDNN_TYPE_BOOLEAN is bool, one byte.
 unsafe impl Value for bool {
     const TYPE: Type = Type::CUDNN_TYPE_BOOLEAN;
+}
+// SAFETY: CUDNN_TYPE_FLOAT is float.
+unsafe impl Value for f32 {
+    const TYPE: Type = Type::CUDNN_TYPE_FLOAT;
 }
 // SAFETY: the library's own type; likewise below.
 unsafe impl Value for sys::cudnnHandle_t {
@@ -120,6 +130,14 @@ unsafe impl Value for sys::cudnnReduceTensorOp_t {
 // SAFETY: as above.
 unsafe impl Value for sys::cudnnBackendHeurMode_t {
     const TYPE: Type = Type::CUDNN_TYPE_HEUR_MODE;
+}
+// SAFETY: as above.
+unsafe impl Value for sys::cudnnConvolutionMode_t {
+    const TYPE: Type = Type::CUDNN_TYPE_CONVOLUTION_MODE;
+}
+// SAFETY: a transparent integer of the size of cudnnBackendNumericalNote_t.
+unsafe impl Value for Note {
+    const TYPE: Type = Type::CUDNN_TYPE_NUMERICAL_NOTE;
 }
 // SAFETY: a transparent cudnnBackendDescriptor_t.
 unsafe impl Value for Reference {

@@ -2,6 +2,7 @@
 //! argument of the call, scratch of ours, a number, or a value that never leaves the kernel.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 
 use cudarc::cudnn::sys;
 pub(super) use sys::cudnnBackendHeurMode_t as Heuristic;
@@ -9,15 +10,20 @@ pub(super) use sys::cudnnDataType_t as Data;
 pub(super) use sys::cudnnPointwiseMode_t as Pointwise;
 pub(super) use sys::cudnnReduceTensorOp_t as Reduction;
 
-use super::descriptor::{Descriptor, Kind, Name, Pointer, Reference, Refusal, Result};
+use super::descriptor::{Descriptor, Kind, Name, Note, Pointer, Reference, Refusal, Result};
 use crate::memory::GRANULE_BYTES;
+use crate::tensor::Element;
 
 /// What tensors that live in memory are aligned to.
 const ALIGNMENT_BYTES: i64 = 16;
 
+/// Room for an engine's notes; the newest library has ten.
+const NOTES_MAX: usize = 32;
+
 /// Where engines are asked for: the library's model of what is fast, then whatever works at all. Both answer
 /// the same for the same graph, library and GPU.
-const HEURISTICS: [Heuristic; 2] = [Heuristic::CUDNN_HEUR_MODE_A, Heuristic::CUDNN_HEUR_MODE_FALLBACK];
+pub(super) const HEURISTICS: [Heuristic; 2] =
+    [Heuristic::CUDNN_HEUR_MODE_A, Heuristic::CUDNN_HEUR_MODE_FALLBACK];
 
 /// A tensor that the caller brings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +37,19 @@ pub(super) enum Argument {
     QueryGradient,
     KeyGradient,
     ValueGradient,
+    /// What a convolution's window moves over, or its gradient; likewise below.
+    Images,
+    Filters,
+    /// What filters make of the window's places.
+    Places,
+}
+
+/// Which of a convolution's tensors is made from the other two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(in crate::cuda) enum Made {
+    Places,
+    ImageGradient,
+    FilterGradient,
 }
 
 /// A number that the call passes.
@@ -103,6 +122,16 @@ pub(super) struct Graph {
     scratch_bytes: usize,
     /// Scratch that holds a number of samples' lengths before the plan runs: offset, count and length.
     filled: Option<(usize, usize, u32)>,
+}
+
+impl From<Element> for Data {
+    fn from(element: Element) -> Data {
+        match element {
+            Element::F32 => Data::CUDNN_DATA_FLOAT,
+            Element::Bf16 => Data::CUDNN_DATA_BFLOAT16,
+            Element::F16 => Data::CUDNN_DATA_HALF,
+        }
+    }
 }
 
 fn bytes(data: Data) -> usize {
@@ -268,6 +297,39 @@ impl Graph {
         self.add(operation)
     }
 
+    /// One tensor of a convolution from the other two: [samples, channels, height, width], [outputs, channels,
+    /// height, width] and [samples, outputs, height, width], whatever their strides.
+    pub(super) fn convolution(
+        &mut self,
+        made: Made,
+        stride: usize,
+        padding: (usize, usize),
+        [images, filters, places]: [Node; 3],
+    ) -> Result {
+        let padding = [padding.0 as i64, padding.1 as i64];
+        let mut part = Descriptor::new(Kind::CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR)?;
+        part.set(Name::CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS, &[2i64])?;
+        part.set(Name::CUDNN_ATTR_CONVOLUTION_COMP_TYPE, &[Data::CUDNN_DATA_FLOAT])?;
+        // The filters as they lie, not turned around.
+        let mode = sys::cudnnConvolutionMode_t::CUDNN_CROSS_CORRELATION;
+        part.set(Name::CUDNN_ATTR_CONVOLUTION_CONV_MODE, &[mode])?;
+        part.set(Name::CUDNN_ATTR_CONVOLUTION_DILATIONS, &[1i64; 2])?;
+        part.set(Name::CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, &[stride as i64; 2])?;
+        part.set(Name::CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, &padding)?;
+        part.set(Name::CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, &padding)?;
+        part.finalize()?;
+        let (kind, [alpha, beta, description, x, w, y]) = names(made);
+        let mut operation = Descriptor::new(kind)?;
+        operation.set(description, &[part.reference()])?;
+        for (name, node) in [(x, images), (w, filters), (y, places)] {
+            operation.set(name, &self.reference(node))?;
+        }
+        operation.set(alpha, &[1.0f32])?;
+        operation.set(beta, &[0.0f32])?;
+        self.parts.push(part);
+        self.add(operation)
+    }
+
     /// `x` with its last two sides exchanged, as a new value of `data`.
     pub(super) fn transpose(&mut self, x: Node, data: Data) -> Result<Node> {
         let out = self.value(data, self.layouts[x.0].transposed())?;
@@ -278,8 +340,8 @@ impl Graph {
         Ok(out)
     }
 
-    /// The first engine that the library proposes and can prepare.
-    pub(super) fn plan(self, target: &Target) -> Result<Plan> {
+    /// Hands the operations to the library, which may be asked about them from then on.
+    pub(super) fn pose(self, target: &Target) -> Result<Posed> {
         let mut graph = Descriptor::new(Kind::CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR)?;
         let operations: Vec<_> = self.operations.iter().map(Descriptor::reference).collect();
         graph.set(Name::CUDNN_ATTR_OPERATIONGRAPH_OPS, &operations)?;
@@ -289,32 +351,32 @@ impl Graph {
             Target::Described(_) => {}
         }
         graph.finalize()?;
+        let mut made_of = self.tensors;
+        made_of.extend(self.parts);
+        made_of.extend(self.operations);
+        Ok(Posed {
+            sources: self.sources,
+            filled: self.filled,
+            scratch_bytes: self.scratch_bytes,
+            kept: Arc::new(Kept { graph, _made_of: made_of }),
+        })
+    }
+
+    /// The first engine that the library proposes and can prepare.
+    pub(super) fn plan(self, target: &Target) -> Result<Plan> {
+        let posed = self.pose(target)?;
         let mut refusal = None;
         for heuristic in HEURISTICS {
-            let configurations = match configurations(&graph, heuristic, target) {
+            let configurations = match posed.configurations(heuristic, target) {
                 Ok(configurations) => configurations,
                 Err(refused) => {
                     refusal.get_or_insert(refused);
                     continue;
                 }
             };
-            for (rank, configuration) in configurations.into_iter().enumerate() {
-                match prepare(&configuration, target) {
-                    Ok((plan, library_bytes)) => {
-                        let mut kept = self.tensors;
-                        kept.extend(self.parts);
-                        kept.extend(self.operations);
-                        kept.extend([graph, configuration]);
-                        return Ok(Plan {
-                            plan,
-                            sources: self.sources,
-                            filled: self.filled,
-                            scratch_bytes: self.scratch_bytes,
-                            library_bytes,
-                            choice: format!("{heuristic:?} {rank}"),
-                            _kept: kept,
-                        });
-                    }
+            for configuration in configurations {
+                match posed.prepare(configuration, target) {
+                    Ok(plan) => return Ok(plan),
                     Err(refused) => {
                         refusal.get_or_insert(refused);
                     }
@@ -322,6 +384,45 @@ impl Graph {
             }
         }
         Err(refusal.unwrap_or_else(Refusal::no_engine))
+    }
+}
+
+/// A convolution's descriptor, and its attributes: alpha, beta, the description, images, filters and places.
+fn names(made: Made) -> (Kind, [Name; 6]) {
+    match made {
+        Made::Places => (
+            Kind::CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR,
+            [
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y,
+            ],
+        ),
+        Made::ImageGradient => (
+            Kind::CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR,
+            [
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_BETA,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DX,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_W,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DY,
+            ],
+        ),
+        Made::FilterGradient => (
+            Kind::CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR,
+            [
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_BETA,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_X,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DW,
+                Name::CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DY,
+            ],
+        ),
     }
 }
 
@@ -333,40 +434,108 @@ pub(super) enum Target {
     Described(Descriptor),
 }
 
-fn configurations(graph: &Descriptor, heuristic: Heuristic, target: &Target) -> Result<Vec<Descriptor>> {
-    let mut query = Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?;
-    query.set(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[graph.reference()])?;
-    query.set(Name::CUDNN_ATTR_ENGINEHEUR_MODE, &[heuristic])?;
-    match target {
-        Target::Handle(_) => {}
-        #[cfg(test)]
-        Target::Described(gpu) => query.set(Name::CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, &[gpu.reference()])?,
-    }
-    query.finalize()?;
-    let found = query.count::<Reference>(Name::CUDNN_ATTR_ENGINEHEUR_RESULTS)?;
-    // The library fills descriptors that are there.
-    let made: Result<Vec<_>> =
-        (0..found).map(|_| Descriptor::new(Kind::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR)).collect();
-    let mut made = made?;
-    let mut references: Vec<_> = made.iter().map(Descriptor::reference).collect();
-    let filled = query.get(Name::CUDNN_ATTR_ENGINEHEUR_RESULTS, &mut references)?;
-    made.truncate(filled);
-    Ok(made)
+/// What plans were made of.
+struct Kept {
+    graph: Descriptor,
+    _made_of: Vec<Descriptor>,
 }
 
-/// The plan of an engine's configuration, and the bytes of workspace it wants.
-fn prepare(configuration: &Descriptor, target: &Target) -> Result<(Descriptor, usize)> {
-    let mut plan = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?;
-    plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[configuration.reference()])?;
-    match target {
-        Target::Handle(handle) => plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE, &[*handle])?,
-        #[cfg(test)]
-        Target::Described(_) => {}
+// SAFETY: only `Posed` touches the graph, and whoever owns that is the only one; plans merely hold it.
+unsafe impl Sync for Kept {}
+
+/// Operations that the library has taken.
+pub(super) struct Posed {
+    sources: Vec<(i64, Source)>,
+    filled: Option<(usize, usize, u32)>,
+    scratch_bytes: usize,
+    kept: Arc<Kept>,
+}
+
+/// An engine and how it is set, as the library proposes it.
+pub(super) struct Configuration {
+    descriptor: Descriptor,
+    /// Where it was found: what tests print.
+    #[cfg_attr(not(test), expect(dead_code))]
+    choice: (Heuristic, usize),
+}
+
+impl Configuration {
+    fn engine(&self) -> Result<Descriptor> {
+        // The library fills a descriptor that is there.
+        let engine = Descriptor::new(Kind::CUDNN_BACKEND_ENGINE_DESCRIPTOR)?;
+        self.descriptor.get(Name::CUDNN_ATTR_ENGINECFG_ENGINE, &mut [engine.reference()])?;
+        Ok(engine)
     }
-    plan.finalize()?;
-    let mut bytes = [0i64];
-    plan.get(Name::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, &mut bytes)?;
-    Ok((plan, bytes[0].max(0) as usize))
+
+    /// The engine's number among those of the operation.
+    pub(super) fn number(&self) -> Result<i64> {
+        let mut number = [0i64];
+        self.engine()?.get(Name::CUDNN_ATTR_ENGINE_GLOBAL_INDEX, &mut number)?;
+        Ok(number[0])
+    }
+
+    /// What the library notes about the engine's numbers.
+    pub(super) fn notes(&self) -> Result<Vec<Note>> {
+        let mut notes = [Note(u32::MAX); NOTES_MAX];
+        let count = self.engine()?.get(Name::CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, &mut notes)?;
+        Ok(notes[..count.min(NOTES_MAX)].to_vec())
+    }
+
+    /// Bytes of workspace that its plan will want; preparing the plan may take a thousand times as long.
+    pub(super) fn workspace_bytes(&self) -> Result<usize> {
+        let mut bytes = [0i64];
+        self.descriptor.get(Name::CUDNN_ATTR_ENGINECFG_WORKSPACE_SIZE, &mut bytes)?;
+        Ok(bytes[0].max(0) as usize)
+    }
+}
+
+impl Posed {
+    /// What the library proposes, what it takes for the fastest first.
+    pub(super) fn configurations(&self, heuristic: Heuristic, target: &Target) -> Result<Vec<Configuration>> {
+        let mut query = Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?;
+        query.set(Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[self.kept.graph.reference()])?;
+        query.set(Name::CUDNN_ATTR_ENGINEHEUR_MODE, &[heuristic])?;
+        match target {
+            Target::Handle(_) => {}
+            #[cfg(test)]
+            Target::Described(gpu) => {
+                query.set(Name::CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, &[gpu.reference()])?;
+            }
+        }
+        query.finalize()?;
+        let found = query.count::<Reference>(Name::CUDNN_ATTR_ENGINEHEUR_RESULTS)?;
+        // The library fills descriptors that are there.
+        let made: Result<Vec<_>> =
+            (0..found).map(|_| Descriptor::new(Kind::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR)).collect();
+        let made = made?;
+        let mut references: Vec<_> = made.iter().map(Descriptor::reference).collect();
+        let filled = query.get(Name::CUDNN_ATTR_ENGINEHEUR_RESULTS, &mut references)?;
+        let configuration = |(rank, descriptor)| Configuration { descriptor, choice: (heuristic, rank) };
+        Ok(made.into_iter().take(filled).enumerate().map(configuration).collect())
+    }
+
+    /// The plan of an engine's configuration.
+    pub(super) fn prepare(&self, configuration: Configuration, target: &Target) -> Result<Plan> {
+        let mut plan = Descriptor::new(Kind::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?;
+        plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[configuration.descriptor.reference()])?;
+        match target {
+            Target::Handle(handle) => plan.set(Name::CUDNN_ATTR_EXECUTION_PLAN_HANDLE, &[*handle])?,
+            #[cfg(test)]
+            Target::Described(_) => {}
+        }
+        plan.finalize()?;
+        let mut bytes = [0i64];
+        plan.get(Name::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, &mut bytes)?;
+        Ok(Plan {
+            plan,
+            sources: self.sources.clone(),
+            filled: self.filled,
+            scratch_bytes: self.scratch_bytes,
+            library_bytes: bytes[0].max(0) as usize,
+            configuration,
+            _kept: Arc::clone(&self.kept),
+        })
+    }
 }
 
 /// A graph that can run.
@@ -376,11 +545,9 @@ pub(super) struct Plan {
     filled: Option<(usize, usize, u32)>,
     scratch_bytes: usize,
     library_bytes: usize,
-    /// The heuristic and the rank in its answer: what tests print.
     #[cfg_attr(not(test), expect(dead_code))]
-    choice: String,
-    /// What the plan was made of.
-    _kept: Vec<Descriptor>,
+    configuration: Configuration,
+    _kept: Arc<Kept>,
 }
 
 impl Plan {
@@ -390,8 +557,9 @@ impl Plan {
     }
 
     #[cfg(test)]
-    pub(super) fn choice(&self) -> &str {
-        &self.choice
+    pub(super) fn choice(&self) -> String {
+        let (heuristic, rank) = self.configuration.choice;
+        format!("{heuristic:?} {rank}")
     }
 
     /// What must be in the workspace before the plan runs: the offset and number of 4-byte elements, and

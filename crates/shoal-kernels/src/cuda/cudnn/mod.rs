@@ -1,11 +1,13 @@
-//! Attention by cuDNN's fused kernels, for elements of two bytes. The library is asked for what it has: where
-//! it is missing, too old or without an engine for a shape, our own kernels serve.
+//! cuDNN: attention by its fused kernels, for elements of two bytes, and convolutions. The library is asked for
+//! what it has: where it is missing, too old or without an engine for a shape, our own kernels serve.
 //!
 //! - [`descriptor`]: the library's objects and what it says of them.
 //! - [`graph`]: operations, and the plan that the library makes of them.
 //! - [`attention`]: attention as such operations.
+//! - [`convolution`]: convolutions as such operations, and which of their plans is fastest.
 
 mod attention;
+mod convolution;
 mod descriptor;
 mod graph;
 #[cfg(test)]
@@ -15,12 +17,16 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use attention::Problem;
+pub(super) use convolution::{Convolution, Tensors};
 use cudarc::cudnn::sys;
 use descriptor::{Refusal, check};
+pub(super) use graph::Made;
 use graph::{Argument, Graph, Plan, Target};
 
+use super::compile::cache_folder;
 use super::context::Context;
 use super::launch::Address;
+use super::ranks::Ranks;
 use crate::device::{AttentionShape, DeviceError, Result};
 use crate::tensor::Element;
 
@@ -56,6 +62,7 @@ enum Entry {
 struct State {
     handle: sys::cudnnHandle_t,
     plans: HashMap<Key, Entry>,
+    convolutions: convolution::Plans,
 }
 
 // SAFETY: a handle may be used from any thread, by one at a time: it stands behind a lock.
@@ -80,7 +87,8 @@ impl Cudnn {
         if version < OLDEST_VERSION {
             return Ok(None);
         }
-        let capability = context.facts()?.capability;
+        let facts = context.facts()?;
+        let ranks = Ranks::read(cache_folder(), "convolutions", &facts.model, &format!("cudnn{version}"));
         // The handle belongs to the context that is current now.
         context.enter()?;
         let mut handle = std::ptr::null_mut();
@@ -88,8 +96,9 @@ impl Cudnn {
         let status = unsafe { sys::cudnnCreate(&mut handle) };
         check("cudnnCreate", || "a handle".into(), status)?;
         // From here on, dropping destroys the handle.
-        let state = Mutex::new(State { handle, plans: HashMap::new() });
-        let cudnn = Cudnn { context, version, capability, state };
+        let convolutions = convolution::Plans::new(ranks);
+        let state = Mutex::new(State { handle, plans: HashMap::new(), convolutions });
+        let cudnn = Cudnn { context, version, capability: facts.capability, state };
         // SAFETY: the stream lives as long as the context.
         let status = unsafe { sys::cudnnSetStream(handle, cudnn.context.stream().cast()) };
         check("cudnnSetStream", || "the handle".into(), status)?;
@@ -237,6 +246,7 @@ impl Drop for Cudnn {
         let _ = self.context.wait();
         let mut state = self.state();
         state.plans.clear();
+        state.convolutions.clear();
         // SAFETY: made in `open`, destroyed once; nothing of it runs any more.
         unsafe { sys::cudnnDestroy(state.handle) };
     }

@@ -6,8 +6,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use super::attention::VERSION_OF_OPEN_TILES;
+use super::convolution::{Key, proposals};
 use super::descriptor::{Descriptor, Kind, Name};
 use super::*;
+use crate::convolutional::Window;
 use crate::cuda::CudaDevice;
 use crate::device::Device;
 use crate::random::{fill_normal, fold, key_of};
@@ -49,19 +51,23 @@ fn open(gpu: &CudaDevice) -> Option<Cudnn> {
     cudnn
 }
 
-#[test]
-fn hopper_has_engines() {
+/// A Hopper that is only described, where the library is here and a GPU is not; else a line that says why the
+/// test is skipped.
+fn described() -> Option<Target> {
     if CudaDevice::count().is_ok_and(|count| count > 0) {
-        return eprintln!("skipped: on a GPU attention_agrees says more");
+        eprintln!("skipped: on a GPU other tests say more");
+        return None;
     }
     // SAFETY: only asks whether the library can be loaded.
     if !unsafe { sys::is_culib_present() } {
-        return eprintln!("skipped: no cuDNN on this machine");
+        eprintln!("skipped: no cuDNN on this machine");
+        return None;
     }
     // SAFETY: every version has it.
     let version = unsafe { sys::cudnnGetVersion() };
     if version < OLDEST_VERSION {
-        return eprintln!("skipped: cuDNN {version} is older than {OLDEST_VERSION}");
+        eprintln!("skipped: cuDNN {version} is older than {OLDEST_VERSION}");
+        return None;
     }
     let describe = || {
         let mut gpu = Descriptor::new(Kind::CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR)?;
@@ -69,10 +75,68 @@ fn hopper_has_engines() {
         gpu.finalize()?;
         Ok::<_, Refusal>(Target::Described(gpu))
     };
-    let target = match describe() {
-        Ok(target) => target,
-        Err(refusal) => return eprintln!("skipped: cuDNN cannot work without a GPU here: {refusal}"),
-    };
+    match describe() {
+        Ok(target) => Some(target),
+        Err(refusal) => {
+            eprintln!("skipped: cuDNN cannot work without a GPU here: {refusal}");
+            None
+        }
+    }
+}
+
+/// Layers of ResNet-50, the first one too, and one whose channels are multiples of nothing.
+#[test]
+fn hopper_convolves() {
+    let Some(target) = described() else { return };
+    let mut refused = 0;
+    for (samples, size, channels, outputs, side, stride, padding) in [
+        (32, 224, 3, 64, 7, 2, 3),
+        (1, 56, 64, 64, 3, 1, 1),
+        (128, 28, 256, 256, 3, 2, 1),
+        (32, 14, 1024, 2048, 1, 2, 0),
+        (3, 9, 5, 7, 3, 1, 1),
+    ] {
+        let (kernel, padding) = ((side, side), (padding, padding));
+        let window = Window { samples, height: size, width: size, channels, kernel, stride, padding };
+        for element in [Element::Bf16, Element::F16, Element::F32] {
+            for made in [Made::Places, Made::ImageGradient, Made::FilterGradient] {
+                for deterministic in [false, true] {
+                    let convolution = Convolution {
+                        made,
+                        element,
+                        made_element: element,
+                        window,
+                        outputs,
+                        tf32: false,
+                        deterministic,
+                    };
+                    let posed = convolution.graph().and_then(|graph| graph.pose(&target));
+                    let posed = posed.unwrap_or_else(|refusal| panic!("{convolution:?}: {refusal}"));
+                    let key = Key { convolution, workspace_bytes: 64 << 20 };
+                    let found = proposals(&posed, &key, &target).unwrap();
+                    let (count, mut found) = (found.len(), found.into_iter());
+                    match found.find_map(|(_, proposed)| posed.prepare(proposed, &target).ok()) {
+                        Some(plan) => eprintln!(
+                            "{convolution:?}: {count} proposals, {}, workspace {}",
+                            plan.choice(),
+                            plan.workspace_bytes()
+                        ),
+                        // For fp32 without TF32 there is not always one that is worth having.
+                        None => {
+                            refused += usize::from(element != Element::F32);
+                            eprintln!("{convolution:?}: none of {count} proposals");
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(refused, 0, "convolutions without an engine");
+}
+
+#[test]
+fn hopper_attends() {
+    let Some(target) = described() else { return };
     let newer = VERSION_OF_OPEN_TILES + 1;
     let graphs = [(Pass::Forward, newer), (Pass::Backward, newer), (Pass::Backward, VERSION_OF_OPEN_TILES)];
     let mut refused = 0;
