@@ -2,121 +2,35 @@
 //! samples and what to keep stand in the instruction. It checks on the way that what the program promised
 //! holds: values are there when used, versions are the step's.
 
+mod replay;
+mod step;
+
 use std::collections::HashMap;
-use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub use replay::Replay;
+use replay::only_computes;
+pub use step::{Batch, StepInput, StepOutcome};
+use step::{Step, Stored};
 
 use shoal_data::Inputs;
 use shoal_kernels::device::SCALAR_ELEMENTS;
 use shoal_kernels::{Device, Guard, Mat, Sgd, Tensor, Updated};
 use shoal_model::{Chain, LayerKind, Retention};
 use shoal_nn::layer::{self, LossSink};
-use shoal_nn::{Call, Feed, Gradients, Groups, OptimizerSettings, Parameters, Randomness, Saved, head};
+use shoal_nn::{Call, Feed, Gradients, Parameters, Randomness, Saved, head};
 use shoal_plan::effects::Value;
 use shoal_plan::{Instruction, Keep, Op, Program, Purpose, Samples};
 
-use crate::error::{EngineError, Result};
+use crate::error::Result;
 use crate::state::{ModelState, write};
-
-/// Where a step's samples come from, by their numbers in the global batch.
-pub trait Batch: Sync {
-    /// Writes the samples' inputs and targets, sample after sample.
-    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result;
-}
-
-/// What one run of a program is given.
-pub struct StepInput<'a> {
-    /// Steps completed before this one: the version that instructions read.
-    pub step: u64,
-    pub seed: u64,
-    /// The scheduled learning rate.
-    pub lr: f64,
-    pub optimizer: Option<&'a OptimizerSettings>,
-    /// Updates applied before this step: all steps but those that an overflow skipped.
-    pub updates: u64,
-    /// What the gradients are multiplied by on their way; 1 except in fp16.
-    pub loss_scale: f32,
-    pub batch: &'a dyn Batch,
-    /// Whether batch norms go by the batch's own statistics even where nothing is trained.
-    pub batch_statistics: bool,
-    /// The next step's samples, where they are known: they are read while the device works on this one's.
-    pub next: Option<&'a dyn Batch>,
-}
-
-impl<'a> StepInput<'a> {
-    /// A training step in which nothing was ever skipped.
-    pub fn train(
-        step: u64,
-        seed: u64,
-        lr: f64,
-        optimizer: &'a OptimizerSettings,
-        batch: &'a dyn Batch,
-    ) -> Self {
-        StepInput {
-            step,
-            seed,
-            lr,
-            optimizer: Some(optimizer),
-            updates: step,
-            loss_scale: 1.0,
-            batch,
-            batch_statistics: false,
-            next: None,
-        }
-    }
-
-    /// Losses or logits at the state after `step` steps.
-    pub fn evaluate(step: u64, batch: &'a dyn Batch) -> Self {
-        StepInput {
-            step,
-            seed: 0,
-            lr: 0.0,
-            optimizer: None,
-            updates: step,
-            loss_scale: 1.0,
-            batch,
-            batch_statistics: false,
-            next: None,
-        }
-    }
-}
-
-/// What one run of a program gave.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct StepOutcome {
-    /// Sum of the losses of all targets.
-    pub loss_sum: f64,
-    /// Targets that count.
-    pub targets: u64,
-    /// Of these predicted rightly, where they are classes.
-    pub correct: Option<u64>,
-    pub gradient_norm: f64,
-    /// The gradient overflowed its range: nothing was updated.
-    pub overflowed: bool,
-    /// Logits, sample by sample, of the next token, the class or every position; from predictions only.
-    pub logits: Vec<f32>,
-}
-
-impl StepOutcome {
-    /// Mean loss over the targets.
-    pub fn loss(&self) -> f64 {
-        self.loss_sum / self.targets as f64
-    }
-
-    /// The share of the targets that was predicted rightly, where they are classes.
-    pub fn accuracy(&self) -> Option<f64> {
-        self.correct.map(|correct| correct as f64 / self.targets as f64)
-    }
-}
-
-/// A value between the instruction that makes it and the one that uses it up.
-enum Stored {
-    Tensor(Tensor),
-    Saved(Box<Saved>),
-}
 
 /// A device with its model.
 pub struct Executor {
+    /// Unlike any other executor's.
+    number: u64,
+    replay: Replay,
     device: Arc<dyn Device>,
     chain: Chain,
     sequence: usize,
@@ -127,6 +41,8 @@ pub struct Executor {
     norm_squared: Tensor,
     /// Samples whose class was predicted rightly.
     correct: Tensor,
+    /// The number of the step, for what is drawn at random.
+    step_number: Tensor,
     /// Samples read ahead, and the step they are for.
     ahead: (u64, HashMap<Samples, Loaded>),
 }
@@ -149,8 +65,22 @@ impl Executor {
         let scalar = |who: &str| Tensor::new(device.arena(), who, SCALAR_ELEMENTS);
         let (loss, discarded_loss) = (scalar("the loss")?, scalar("the discarded loss")?);
         let (norm_squared, correct) = (scalar("the gradient norm")?, scalar("right predictions")?);
-        let ahead = (0, HashMap::new());
-        Ok(Executor { device, chain, sequence, state, loss, discarded_loss, norm_squared, correct, ahead })
+        let step_number = scalar("the step's number")?;
+        static EXECUTORS: AtomicU64 = AtomicU64::new(0);
+        Ok(Executor {
+            number: EXECUTORS.fetch_add(1, Ordering::Relaxed),
+            replay: Replay::Nothing,
+            device,
+            chain,
+            sequence,
+            state,
+            loss,
+            discarded_loss,
+            norm_squared,
+            correct,
+            step_number,
+            ahead: (0, HashMap::new()),
+        })
     }
 
     pub fn device(&self) -> &Arc<dyn Device> {
@@ -182,6 +112,7 @@ impl Executor {
         self.device.set_scalar(&mut self.loss, 0.0)?;
         self.device.set_scalar(&mut self.discarded_loss, 0.0)?;
         self.device.set_scalar(&mut self.correct, 0.0)?;
+        self.device.set_scalar(&mut self.step_number, input.step as f64)?;
         let mut step = Step {
             input,
             training: program.purpose == Purpose::Train,
@@ -194,19 +125,20 @@ impl Executor {
         };
         let mut rest = program.instructions.as_slice();
         while let [instruction, after @ ..] = rest {
-            rest = match instruction.op {
-                Op::Update { .. } => {
-                    // Updates that stand together reach the device together: most tensors are small.
-                    let together =
-                        rest.iter().take_while(|next| matches!(next.op, Op::Update { .. })).count();
-                    let (updates, others) = rest.split_at(together);
-                    self.update(&mut step, updates)?;
-                    others
-                }
-                _ => {
-                    self.execute(&mut step, instruction)?;
-                    after
-                }
+            // Instructions of a kind that stand together reach the device together: updates, because most tensors
+            // are small, and what only computes, because it may be known already.
+            let together = |like: fn(&Op) -> bool| rest.iter().take_while(|next| like(&next.op)).count();
+            rest = if matches!(instruction.op, Op::Update { .. }) {
+                let (updates, others) = rest.split_at(together(|op| matches!(op, Op::Update { .. })));
+                self.update(&mut step, updates)?;
+                others
+            } else if only_computes(&instruction.op) && step.training {
+                let (computing, others) = rest.split_at(together(only_computes));
+                self.compute(&mut step, computing)?;
+                others
+            } else {
+                self.execute(&mut step, instruction)?;
+                after
             };
         }
         // The device has its work; what the next step needs is read and sent behind it.
@@ -218,6 +150,7 @@ impl Executor {
     }
 
     fn execute(&mut self, step: &mut Step, instruction: &Instruction) -> Result {
+        step.note(&instruction.op);
         match instruction.op {
             Op::Load { samples } => self.load(step, samples),
             Op::CountTargets => step.count_targets(),
@@ -227,11 +160,8 @@ impl Executor {
             Op::BeginBackward { layer, samples } => self.begin_backward(step, layer, samples),
             Op::Backward { layer, samples } => self.backward(step, layer, samples),
             Op::Predict { layer, samples } => self.predict(step, layer, samples),
-            Op::SumLoss => {
-                step.sums_loss = true;
-                Ok(())
-            }
-            Op::GradientNorm => self.gradient_norm(step),
+            Op::SumLoss => Ok(()),
+            Op::GradientNorm => self.gradient_norm(),
             Op::Update { .. } => unreachable!("updates are taken together"),
         }
     }
@@ -338,7 +268,12 @@ impl Executor {
             None => Feed::Images(step.take_tensor(Value::Inputs(samples))),
         };
         let mut groups = step.groups.remove(&layer).unwrap_or_default();
-        let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
+        let context = Context {
+            device: &*self.device,
+            chain: &self.chain,
+            state: &self.state,
+            step_number: &self.step_number,
+        };
         let call = context.call(step, layer, samples, self.sequence);
         let parameters = context.parameters(step, layer);
         let kind = &self.chain.layers[layer].kind;
@@ -368,7 +303,12 @@ impl Executor {
         };
         let scale = step.loss_scale();
         let loss = LossSink { sum: &mut self.loss, scale, correct: Some(&mut self.correct) };
-        let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
+        let context = Context {
+            device: &*self.device,
+            chain: &self.chain,
+            state: &self.state,
+            step_number: &self.step_number,
+        };
         let call = context.call(step, layer, samples, self.sequence);
         let parameters = context.parameters(step, layer);
         let kind = &self.chain.layers[layer].kind;
@@ -390,7 +330,12 @@ impl Executor {
     fn recompute(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
         let input = step.take_saved(Value::Input { layer, samples });
         let loss = LossSink { sum: &mut self.discarded_loss, scale: step.loss_scale(), correct: None };
-        let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
+        let context = Context {
+            device: &*self.device,
+            chain: &self.chain,
+            state: &self.state,
+            step_number: &self.step_number,
+        };
         let call = context.call(step, layer, samples, self.sequence);
         let parameters = context.parameters(step, layer);
         let saved = layer::recompute(&self.chain.layers[layer].kind, &call, &parameters, input, Some(loss))?;
@@ -446,7 +391,12 @@ impl Executor {
         });
         let mut gradients = Gradients::new(lent.collect());
         let result = {
-            let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
+            let context = Context {
+                device: &*self.device,
+                chain: &self.chain,
+                state: &self.state,
+                step_number: &self.step_number,
+            };
             let call = context.call(step, layer, samples, self.sequence);
             let parameters = context.parameters(step, layer);
             work(&self.chain.layers[layer].kind, &call, &parameters, &mut gradients)
@@ -463,7 +413,12 @@ impl Executor {
         };
         let hidden = self.take_inputs(step, layer, samples).remove(0);
         step.take_tensor(Value::Targets(samples));
-        let context = Context { device: &*self.device, chain: &self.chain, state: &self.state };
+        let context = Context {
+            device: &*self.device,
+            chain: &self.chain,
+            state: &self.state,
+            step_number: &self.step_number,
+        };
         let call = context.call(step, layer, samples, self.sequence);
         let parameters = context.parameters(step, layer);
         let logits = head::predict(spec, &call, &parameters, &hidden)?;
@@ -506,14 +461,12 @@ impl Executor {
         Ok(self.device.scalar(&self.norm_squared)?.sqrt())
     }
 
-    fn gradient_norm(&mut self, step: &mut Step) -> Result {
+    fn gradient_norm(&mut self) -> Result {
         let trained = self.state.tensors.iter().zip(&self.chain.tensors);
         let trained = trained.filter(|(_, spec)| spec.running.is_none());
         let gradients: Vec<&Tensor> =
             trained.filter_map(|(held, _)| held.gradient.as_ref().map(|sum| &sum.sum)).collect();
-        self.device.sum_squares(&gradients, &mut self.norm_squared)?;
-        step.measures_norm = true;
-        Ok(())
+        Ok(self.device.sum_squares(&gradients, &mut self.norm_squared)?)
     }
 
     /// Updates of several tensors, at once.
@@ -580,11 +533,12 @@ struct Context<'a> {
     device: &'a dyn Device,
     chain: &'a Chain,
     state: &'a ModelState,
+    step_number: &'a Tensor,
 }
 
 impl<'a> Context<'a> {
     fn call(&self, step: &Step, layer: usize, samples: Samples, sequence: usize) -> Call<'a> {
-        let randomness = Randomness { seed: step.input.seed, step: step.input.step };
+        let randomness = Randomness { seed: step.input.seed, step: self.step_number };
         Call {
             device: self.device,
             layer,
@@ -610,64 +564,5 @@ impl<'a> Context<'a> {
             (*slot, held.compute())
         });
         Parameters::new(entries.collect())
-    }
-}
-
-/// One step under way.
-struct Step<'a> {
-    input: &'a StepInput<'a>,
-    training: bool,
-    values: HashMap<Value, Stored>,
-    /// What batch norms know of their groups, by layer.
-    groups: HashMap<usize, Groups>,
-    /// Samples that the program loads.
-    global_batch: usize,
-    /// What the end of the step reads from the device.
-    sums_loss: bool,
-    measures_norm: bool,
-    outcome: StepOutcome,
-}
-
-impl Step<'_> {
-    fn put(&mut self, value: Value, stored: Stored) {
-        let before = self.values.insert(value, stored);
-        assert!(before.is_none(), "{value:?} was made twice");
-    }
-
-    fn take(&mut self, value: Value) -> Stored {
-        self.values.remove(&value).unwrap_or_else(|| panic!("{value:?} was never made"))
-    }
-
-    fn take_tensor(&mut self, value: Value) -> Tensor {
-        match self.take(value) {
-            Stored::Tensor(tensor) => tensor,
-            Stored::Saved(_) => panic!("{value:?} is no tensor"),
-        }
-    }
-
-    fn take_saved(&mut self, value: Value) -> Saved {
-        match self.take(value) {
-            Stored::Saved(saved) => *saved,
-            Stored::Tensor(_) => panic!("{value:?} is a tensor"),
-        }
-    }
-
-    fn loss_scale(&self) -> f32 {
-        (f64::from(self.input.loss_scale) / self.outcome.targets.max(1) as f64) as f32
-    }
-
-    fn count_targets(&self) -> Result {
-        if self.training && self.outcome.targets == 0 {
-            let samples = self.values.keys().filter_map(|value| match value {
-                Value::Inputs(samples) => Some(samples.count()),
-                _ => None,
-            });
-            return Err(EngineError::NoTargets { step: self.input.step + 1, samples: samples.sum() });
-        }
-        Ok(())
-    }
-
-    fn not_finite(&self, what: &'static str, value: f64) -> EngineError {
-        EngineError::NotFinite { step: self.input.step + 1, what, value, checkpoint: None }
     }
 }

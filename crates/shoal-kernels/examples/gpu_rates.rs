@@ -297,7 +297,7 @@ fn attention(device: &CudaDevice, by: &str) {
     ] {
         let scale = (head_size as f32).powf(-0.5);
         let shape = AttentionShape { samples, sequence, heads, kv_heads, head_size, scale, causal: true };
-        let site = dropped.then_some(DropoutSite { rate: 0.1, key: 1, first_sample: 0 });
+        let site = dropped.then_some(DropoutSite { rate: 0.1, key: 1, step: None, first_sample: 0 });
         let (qkv, mut gradient) =
             (half(device, shape.rows() * shape.qkv_width()), half(device, shape.rows() * shape.qkv_width()));
         let (mut out, out_gradient) = (

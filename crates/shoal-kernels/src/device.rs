@@ -241,11 +241,14 @@ impl AttentionBackward<'_> {
 }
 
 /// Where elements are dropped: the mask is a function of this and of (sample, row, column).
-#[derive(Clone, Copy, Debug)]
-pub struct DropoutSite {
+#[derive(Clone, Copy)]
+pub struct DropoutSite<'a> {
     pub rate: f32,
-    /// Seed, step, layer and site, folded.
+    /// Seed, layer and site, folded.
     pub key: u64,
+    /// A scalar that is folded into the key: the step's number. It lies on the device, so that a step's operations
+    /// are the same ones every time.
+    pub step: Option<&'a Tensor>,
     /// Number of the micro-batch's first sample within the global batch.
     pub first_sample: u64,
 }
@@ -338,8 +341,35 @@ pub struct Span {
 /// asks for them.
 pub const SCALAR_ELEMENTS: usize = 2;
 
+/// How a pass over some operations goes: see [`Device::begin_pass`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// Each operation is queued when it is asked for.
+    Direct,
+    /// Operations are noted down, and queued together when the pass ends.
+    Recorded,
+    /// They were noted down before: none is asked for again, and all are queued when the pass ends.
+    Replayed,
+}
+
 pub trait Device: Convolutional + Send + Sync {
     fn name(&self) -> &str;
+
+    /// Begins a pass over operations that are always the same ones, with the same arguments, under this key. A
+    /// device that starts many small operations slowly may note them down, and from then on start them at once,
+    /// as long as memory is in use as it was. Whatever was made in between must be gone when the pass ends, and
+    /// the operations wait for nothing.
+    fn begin_pass(&self, _key: u64) -> Result<Pass> {
+        Ok(Pass::Direct)
+    }
+
+    /// Ends the pass that was begun last.
+    fn end_pass(&self) -> Result {
+        Ok(())
+    }
+
+    /// Ends it without queueing anything that is not queued already: something failed.
+    fn abandon_pass(&self) {}
 
     fn arena(&self) -> &Arc<Arena>;
 

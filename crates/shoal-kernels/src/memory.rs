@@ -6,6 +6,7 @@
 //! resident size stays close to the counted peak.
 
 use std::collections::BTreeMap;
+use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use memmap2::{MmapMut, MmapOptions};
@@ -116,6 +117,13 @@ struct FreeList {
 }
 
 impl Arena {
+    /// A number for which blocks are in use: the same blocks, the same number.
+    pub(crate) fn layout(&self) -> u64 {
+        let mut hasher = std::hash::DefaultHasher::new();
+        self.free_list().ranges.hash(&mut hasher);
+        hasher.finish()
+    }
+
     pub fn new(device: &str, budget: u64) -> Result<Arc<Arena>, MemoryError> {
         Arena::build(device, budget, false)
     }

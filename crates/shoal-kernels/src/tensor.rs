@@ -92,6 +92,11 @@ impl Tensor {
         self.block.length()
     }
 
+    /// Where it lies among the device's memory: two tensors at the same place are so at different times.
+    pub fn place(&self) -> u64 {
+        self.block.start() as u64
+    }
+
     /// The first element's address, on whichever device it is.
     pub(crate) fn address(&self) -> *mut u8 {
         self.block.start()

@@ -353,7 +353,7 @@ proptest! {
         seed: u64,
     ) {
         let device = device(threads);
-        let dropout = rate.map(|rate| DropoutSite { rate, key: seed, first_sample: seed % 1000 });
+        let dropout = rate.map(|rate| DropoutSite { rate, key: seed, step: None, first_sample: seed % 1000 });
         let qkv = normal(seed, "qkv", shape.rows() * shape.qkv_width());
         let c = normal(seed, "c", shape.rows() * shape.query_width());
         let run = |qkv: &[f32]| {
@@ -429,7 +429,7 @@ proptest! {
         seed: u64,
     ) {
         let device = device(threads);
-        let site = DropoutSite { rate, key: seed, first_sample: seed % 1000 };
+        let site = DropoutSite { rate, key: seed, step: None, first_sample: seed % 1000 };
         let elements = samples * sequence * cols;
         let residual = with_residual.then(|| tensor(&device, &normal(seed, "residual", elements)));
         let (x, c) = (normal(seed, "x", elements), normal(seed, "c", elements));

@@ -109,11 +109,11 @@ impl<'a> Block<'a> {
         Mat::new(tensor, self.rows, self.spec.width)
     }
 
-    fn attention_dropout(&self) -> Option<DropoutSite> {
+    fn attention_dropout(&self) -> Option<DropoutSite<'_>> {
         self.call.dropout(ATTENTION_SITE, self.spec.attention_dropout)
     }
 
-    fn residual_dropout(&self, site: u64) -> Option<DropoutSite> {
+    fn residual_dropout(&self, site: u64) -> Option<DropoutSite<'_>> {
         self.call.dropout(site, self.spec.residual_dropout)
     }
 

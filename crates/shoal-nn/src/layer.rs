@@ -14,10 +14,11 @@ use crate::parameters::{Gradients, Parameters};
 use crate::{block, convolution, embedding, head, patches};
 
 /// What random draws depend on, beside layer, site, sample and element.
-#[derive(Clone, Copy, Debug)]
-pub struct Randomness {
+#[derive(Clone, Copy)]
+pub struct Randomness<'a> {
     pub seed: u64,
-    pub step: u64,
+    /// A scalar on the device.
+    pub step: &'a Tensor,
 }
 
 /// What activations and compute copies are made of.
@@ -50,7 +51,7 @@ pub struct Call<'a> {
     pub sequence: usize,
     pub precision: Precision,
     /// None in evaluation: nothing is dropped.
-    pub randomness: Option<Randomness>,
+    pub randomness: Option<Randomness<'a>>,
     /// Whether batches are normed by their own statistics; otherwise by the running ones.
     pub batch_statistics: bool,
     /// Cosines and sines by position, for rotary models.
@@ -78,10 +79,11 @@ impl Call<'_> {
     }
 
     /// The dropout of one of the layer's sites, if anything is dropped.
-    pub(crate) fn dropout(&self, site: u64, rate: f32) -> Option<DropoutSite> {
+    pub(crate) fn dropout(&self, site: u64, rate: f32) -> Option<DropoutSite<'_>> {
         let randomness = self.randomness.filter(|_| rate > 0.0)?;
-        let key = [randomness.step, self.layer as u64, site].into_iter().fold(randomness.seed, fold);
-        Some(DropoutSite { rate, key, first_sample: self.samples.start as u64 })
+        let key = [self.layer as u64, site].into_iter().fold(randomness.seed, fold);
+        let first_sample = self.samples.start as u64;
+        Some(DropoutSite { rate, key, step: Some(randomness.step), first_sample })
     }
 }
 

@@ -12,8 +12,9 @@ use shoal_model::{Chain, LayerKind, Precision};
 use crate::program::{Keep, Op, Program, Purpose};
 use crate::table::{Plan, Samples};
 
-/// Scalars the engine keeps on the device: the loss, a loss to discard, the norm, rightly predicted classes.
-pub const ENGINE_SCALARS: u64 = 4;
+/// Scalars the engine keeps on the device: the loss, a loss to discard, the norm, rightly predicted classes, the
+/// step's number.
+pub const ENGINE_SCALARS: u64 = 5;
 
 /// Where a device's bytes go at the highest point of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

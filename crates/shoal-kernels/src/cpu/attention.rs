@@ -214,7 +214,7 @@ impl CpuDevice {
 }
 
 /// A head's dropout: the site, the sample within the micro-batch, the head.
-type HeadDropout = Option<(DropoutSite, usize, usize)>;
+type HeadDropout<'a> = Option<(DropoutSite<'a>, usize, usize)>;
 
 #[inline(always)]
 fn mask_of(site: &HeadDropout, shape: &AttentionShape, query: usize) -> Option<RowMask> {
@@ -294,7 +294,7 @@ fn forward_tile(
 /// Everything the backward of one head reads and writes.
 struct Backward<'a> {
     shape: &'a AttentionShape,
-    site: HeadDropout,
+    site: HeadDropout<'a>,
     input: Head,
     gradient: Head,
     out: Rows,

@@ -4,6 +4,7 @@
 use rayon::prelude::*;
 
 use super::CpuDevice;
+use super::operations::read_scalar;
 use crate::device::DropoutSite;
 use crate::random::{fold, mix32};
 use crate::tensor::Tensor;
@@ -19,8 +20,10 @@ pub(super) struct RowMask {
 impl RowMask {
     #[inline(always)]
     pub(super) fn new(site: &DropoutSite, sample: u64, row: u64) -> RowMask {
+        // An f64 has room for every step's number.
+        let key = site.step.map_or(site.key, |step| fold(site.key, read_scalar(step) as u64));
         RowMask {
-            key: fold(fold(site.key, site.first_sample + sample), row) as u32,
+            key: fold(fold(key, site.first_sample + sample), row) as u32,
             threshold: (f64::from(site.rate) * 4_294_967_296.0) as u32,
             scale: 1.0 / (1.0 - site.rate),
         }

@@ -11,10 +11,15 @@ use crate::device::{
 use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
 
+/// A scalar's value.
+pub(super) fn read_scalar(scalar: &Tensor) -> f64 {
+    let [low, high] = scalar.integers() else { panic!("a scalar has two elements") };
+    f64::from_bits(u64::from(*low as u32) | u64::from(*high as u32) << 32)
+}
+
 impl CpuDevice {
     pub(super) fn read_scalar(&self, scalar: &Tensor) -> f64 {
-        let [low, high] = scalar.integers() else { panic!("a scalar has two elements") };
-        f64::from_bits(u64::from(*low as u32) | u64::from(*high as u32) << 32)
+        read_scalar(scalar)
     }
 
     fn write_scalar(&self, scalar: &mut Tensor, value: f64) {

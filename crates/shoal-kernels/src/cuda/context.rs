@@ -3,7 +3,7 @@
 
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use cudarc::driver::{DriverError, result, sys};
 
@@ -13,6 +13,16 @@ use crate::tensor::Element;
 
 /// The driver's first version that has all we call.
 const OLDEST_DRIVER: i32 = 12000;
+
+/// What becomes of what is queued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Queueing {
+    Direct,
+    /// It is noted down.
+    Captured,
+    /// Nothing: it was noted down before.
+    Replayed,
+}
 
 /// A GPU, opened.
 pub(super) struct Context {
@@ -24,6 +34,8 @@ pub(super) struct Context {
     /// Waits are numbered, because several threads may be in one at a time.
     waits_begun: AtomicU64,
     waits_over: AtomicU64,
+    /// A [`Queueing`].
+    queueing: AtomicU8,
 }
 
 // SAFETY: the driver's handles may be used from any thread; each call makes the context current first.
@@ -123,6 +135,7 @@ impl Context {
             profile: Profile::default(),
             waits_begun: AtomicU64::new(0),
             waits_over: AtomicU64::new(0),
+            queueing: AtomicU8::new(Queueing::Direct as u8),
         };
         opened.enter()?;
         opened.stream = result::stream::create(result::stream::StreamKind::NonBlocking)
@@ -207,6 +220,36 @@ impl Context {
         self.waits_over.load(Ordering::SeqCst)
     }
 
+    pub(super) fn set_queueing(&self, queueing: Queueing) {
+        self.queueing.store(queueing as u8, Ordering::Relaxed);
+    }
+
+    /// Whether what would be queued now was noted down before.
+    pub(super) fn is_replayed(&self) -> bool {
+        self.queueing.load(Ordering::Relaxed) == Queueing::Replayed as u8
+    }
+
+    /// From here on what this thread queues is noted down.
+    pub(super) fn begin_capture(&self) -> Result {
+        self.enter()?;
+        // Other calls of ours (memory for the arena, libraries' own) go on meanwhile.
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream lives as long as `self`.
+        self.check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(self.stream, mode) })?;
+        self.set_queueing(Queueing::Captured);
+        Ok(())
+    }
+
+    /// What was noted down.
+    pub(super) fn end_capture(&self) -> Result<sys::CUgraph> {
+        self.enter()?;
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: writes one handle; the stream lives as long as `self`.
+        let ended = unsafe { sys::cuStreamEndCapture(self.stream, &mut graph) };
+        self.check("cuStreamEndCapture", ended)?;
+        Ok(graph)
+    }
+
     /// Copies host memory over in the stream's order. The driver has read `from` when this returns: memory
     /// that is not pinned is staged first.
     ///
@@ -216,6 +259,9 @@ impl Context {
         if from.is_empty() {
             return Ok(());
         }
+        // A graph would read `from` when it is gone.
+        let queueing = self.queueing.load(Ordering::Relaxed);
+        assert_eq!(queueing, Queueing::Direct as u8, "what is noted down copies nothing from the host");
         self.enter()?;
         let (source, bytes) = (from.as_ptr().cast::<c_void>(), size_of_val(from));
         // SAFETY: `from` is that long; `to` by this function's contract.
@@ -243,7 +289,7 @@ impl Context {
     /// # Safety
     /// `at` is device memory of at least that many elements.
     pub(super) unsafe fn clear(&self, at: u64, words: usize) -> Result {
-        if words == 0 {
+        if words == 0 || self.is_replayed() {
             return Ok(());
         }
         self.enter()?;

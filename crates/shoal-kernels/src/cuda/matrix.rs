@@ -302,6 +302,9 @@ impl Blas {
         parts: &Parts,
         workspace: (Address, usize),
     ) -> Result {
+        if self.context.is_replayed() {
+            return Ok(());
+        }
         plan.description.point(parts)?;
         let (addend, beta) = match product.addend {
             Some((at, _)) => (at, 1.0f32),

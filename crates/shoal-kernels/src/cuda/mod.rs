@@ -12,6 +12,7 @@
 //! - [`convolution`]: convolutions by [`cudnn`], or by products of gathered rows; [`pixels`]: what else is done
 //!   to images.
 //! - [`landing`]: where scalars are read and integers sent.
+//! - [`passes`]: what is done again and again, started at once.
 //! - [`profile`]: how long each kernel takes, where someone asks.
 //!
 //! Operations return when they are queued; reading a number waits. Sums are made in an order that depends
@@ -34,6 +35,7 @@ mod matrix;
 mod norm;
 mod operations;
 mod optimizer;
+mod passes;
 mod pixels;
 mod profile;
 mod ranks;
@@ -49,6 +51,7 @@ use landing::{Departure, Landing};
 use launch::{Grid, Kernels, THREADS};
 use matrix::Blas;
 use optimizer::Tables;
+use passes::Passes;
 use space::DeviceSpace;
 
 use crate::device::Result;
@@ -85,6 +88,7 @@ pub struct CudaDevice {
     tables: Tables,
     landing: Mutex<Landing>,
     departure: Mutex<Departure>,
+    passes: Passes,
     context: Arc<Context>,
 }
 
@@ -175,6 +179,7 @@ impl CudaDevice {
             tables: Tables::new(&arena)?,
             landing: Mutex::new(Landing::new(context.clone())?),
             departure: Mutex::new(Departure::new(context.clone())?),
+            passes: Passes::default(),
             arena,
             kernels,
             blas,

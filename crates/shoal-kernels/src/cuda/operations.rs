@@ -8,7 +8,7 @@ use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, laun
 use super::{CudaDevice, element_of};
 use crate::device::{
     AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
-    Mat, MatMut, NormKind, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Span, Sum, Updated,
+    Mat, MatMut, NormKind, Pass, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Span, Sum, Updated,
 };
 use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
@@ -64,6 +64,18 @@ impl CudaDevice {
 impl Device for CudaDevice {
     fn name(&self) -> &str {
         &self.name
+    }
+
+    fn begin_pass(&self, key: u64) -> Result<Pass> {
+        self.passes.begin(&self.context, &self.arena, key)
+    }
+
+    fn end_pass(&self) -> Result {
+        self.passes.end(&self.context)
+    }
+
+    fn abandon_pass(&self) {
+        self.passes.abandon(&self.context);
     }
 
     fn arena(&self) -> &Arc<Arena> {

@@ -50,6 +50,10 @@ impl Context {
         Ok(result)
     }
 
+    pub(super) fn is_profiled(&self) -> bool {
+        self.profile.timed().is_some()
+    }
+
     /// An event at the stream's end.
     fn mark(&self) -> Result<sys::CUevent> {
         self.enter()?;

@@ -25,6 +25,7 @@ fn attention_forward_and_backward() {
         let site = case.yes("dropout").then(|| DropoutSite {
             rate: 0.2,
             key: case.number("key"),
+            step: None,
             first_sample: case.number("first") % 100,
         });
         let qkv = active(device, case, &case.normal("qkv", shape.rows() * shape.qkv_width()));

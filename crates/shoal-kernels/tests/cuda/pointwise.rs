@@ -115,9 +115,11 @@ fn dropout_has_the_same_bits() {
     compare_elements("dropout", 0.0, |device, case| {
         let (samples, sequence, cols) = (case.pick("samples", &[1, 3]), case.side("seq"), case.side("cols"));
         let elements = samples * sequence * cols;
+        let step = scalar(device, (case.number("step") % 100_000) as f64);
         let site = DropoutSite {
             rate: case.pick("rate", &[0.0, 0.1, 0.5, 0.9]),
             key: case.number("key"),
+            step: case.yes("in a step").then_some(&step),
             first_sample: case.number("first") % 1000,
         };
         let x = active(device, case, &case.normal("x", elements));
@@ -134,7 +136,7 @@ fn dropout_with_residual() {
     compare_elements("dropout with residual", TOLERANCE, |device, case| {
         let (sequence, cols) = (case.side("seq"), case.side("cols"));
         let elements = 2 * sequence * cols;
-        let site = DropoutSite { rate: 0.3, key: case.number("key"), first_sample: 5 };
+        let site = DropoutSite { rate: 0.3, key: case.number("key"), step: None, first_sample: 5 };
         let residual = active(device, case, &case.normal("residual", elements));
         let mut out = active(device, case, &case.normal("x", elements));
         device.dropout(site, sequence, cols, Some(&residual), &mut out).unwrap();

@@ -15,8 +15,8 @@ use crate::{CASES, assert_close, same_bits, twice};
 /// Sizes of heads, on both sides of what vector loops take at once.
 const HEAD_SIZES: &[usize] = &[1, 3, 8, 16, 17, 33, 64];
 
-fn site(seed: u64, rate: f32, first_sample: u64) -> DropoutSite {
-    DropoutSite { rate, key: seed ^ 0x5eed, first_sample }
+fn site(seed: u64, rate: f32, first_sample: u64) -> DropoutSite<'static> {
+    DropoutSite { rate, key: seed ^ 0x5eed, step: None, first_sample }
 }
 
 /// What each weight is multiplied by: `[samples, heads, sequence, sequence]`, zero where the query does

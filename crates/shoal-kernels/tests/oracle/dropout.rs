@@ -55,7 +55,7 @@ proptest! {
         threads in 1usize..=3,
         seed: u64,
     ) {
-        let site = DropoutSite { rate, key: seed, first_sample };
+        let site = DropoutSite { rate, key: seed, step: None, first_sample };
         let elements = samples * sequence * cols;
         let (x, residual) = (normal(seed, "x", elements), normal(seed, "residual", elements));
         let device = device(threads);
@@ -87,7 +87,7 @@ proptest! {
         threads in 1usize..=3,
         seed: u64,
     ) {
-        let site = DropoutSite { rate: 0.3, key: seed, first_sample };
+        let site = DropoutSite { rate: 0.3, key: seed, step: None, first_sample };
         let later = DropoutSite { first_sample: first_sample + cut as u64, ..site };
         let (one, other) = (device(threads), device(1));
         let all = mask(&one, site, sequence, cols, 4 * sequence);
@@ -100,7 +100,7 @@ proptest! {
     #[test]
     fn another_key_is_another_mask(key: u64, other in 1u64..1000, rate in 0.1f32..0.9) {
         let device = device(1);
-        let at = |key: u64| mask(&device, DropoutSite { rate, key, first_sample: 0 }, 16, 256, 16);
+        let at = |key: u64| mask(&device, DropoutSite { rate, key, step: None, first_sample: 0 }, 16, 256, 16);
         assert_fair(&[at(key), at(key.wrapping_add(other))], &[1], rate);
     }
 }

@@ -57,7 +57,7 @@ fn download(gpu: &CudaDevice, tensor: &Tensor) -> Vec<u16> {
 struct Case {
     element: Element,
     shape: AttentionShape,
-    site: Option<DropoutSite>,
+    site: Option<DropoutSite<'static>>,
     qkv: Vec<u16>,
     out_gradient: Vec<u16>,
 }
@@ -81,6 +81,7 @@ impl Case {
         let site = (number("dropout") & 1 == 1).then(|| DropoutSite {
             rate: 0.2,
             key: number("key"),
+            step: None,
             first_sample: number("first") % 100,
         });
         Case {

@@ -296,17 +296,19 @@ __device__ __forceinline__ u64 fold(u64 key, u64 coordinate) {
     return mix64(key + 0x9e3779b97f4a7c15ull + coordinate * 0xd6e8feb86659fd93ull);
 }
 
-// A dropout site as the host passes it; `threshold` 0 with `scale` 1 drops nothing.
+// A dropout site as the host passes it; where there is a step, its number is folded into the key. `threshold` 0 with `scale` 1 drops nothing.
 struct Dropout {
     u64 key;
     u64 first_sample;
+    const double *step;
     u32 threshold;
     float scale;
 };
 
 // The mask's key of one row of a sample: the same as `RowMask` of the CPU.
 __device__ __forceinline__ u32 row_key(const Dropout &site, u64 sample, u64 row) {
-    return (u32)fold(fold(site.key, site.first_sample + sample), row);
+    u64 key = site.step ? fold(site.key, (u64)*site.step) : site.key;
+    return (u32)fold(fold(key, site.first_sample + sample), row);
 }
 
 __device__ __forceinline__ float drop_factor(const Dropout &site, u32 key, i64 col) {

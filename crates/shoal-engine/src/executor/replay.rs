@@ -1,0 +1,90 @@
+//! Steps that repeat: what a device has done before it may start at once.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use shoal_kernels::Pass;
+use shoal_kernels::random::fold;
+use shoal_plan::{Instruction, Op, Samples};
+
+use super::Executor;
+use super::step::Step;
+use crate::error::Result;
+
+/// What a device may start at once instead of one by one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Replay {
+    #[default]
+    Nothing,
+    /// All of a step from its samples to its gradients.
+    Step,
+    /// Each instruction of it alone.
+    Instruction,
+}
+
+impl Executor {
+    /// Lets the device start at once what it has done before.
+    pub fn set_replay(&mut self, replay: Replay) {
+        self.replay = replay;
+    }
+
+    /// Instructions that only compute: as one pass, as a pass each, or one by one.
+    pub(super) fn compute(&mut self, step: &mut Step, instructions: &[Instruction]) -> Result {
+        if self.replay == Replay::Nothing {
+            return instructions.iter().try_for_each(|instruction| self.execute(step, instruction));
+        }
+        let mut key = self.pass_key(step, instructions);
+        let passes = match self.replay {
+            Replay::Instruction => instructions.chunks(1),
+            _ => instructions.chunks(instructions.len()),
+        };
+        for instructions in passes {
+            key = fold(key, u64::from(instructions[0].id));
+            let pass = self.device.begin_pass(key)?;
+            // A whole step that is known leaves nothing behind; parts of one make what later parts use, though
+            // the device does nothing for it yet.
+            let skipped = pass == Pass::Replayed && self.replay == Replay::Step;
+            let done = match skipped {
+                true => {
+                    step.values.clear();
+                    instructions.iter().for_each(|instruction| step.note(&instruction.op));
+                    Ok(())
+                }
+                false => instructions.iter().try_for_each(|instruction| self.execute(step, instruction)),
+            };
+            if let Err(error) = done {
+                self.device.abandon_pass();
+                return Err(error);
+            }
+            self.device.end_pass()?;
+        }
+        Ok(())
+    }
+
+    /// What the operations of these instructions depend on, beside which memory is in use: who asks for what, where
+    /// the samples lie, and by what the loss is multiplied.
+    fn pass_key(&self, step: &Step, instructions: &[Instruction]) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (self.number, self.sequence, step.loss_scale().to_bits()).hash(&mut hasher);
+        for instruction in instructions {
+            (instruction.id, instruction.op).hash(&mut hasher);
+        }
+        let mut places: Vec<(Samples, bool, u64)> = step.sample_places().collect();
+        places.sort_unstable();
+        places.hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
+/// Whether an instruction does nothing but compute on what is on the device already.
+pub(super) fn only_computes(op: &Op) -> bool {
+    match op {
+        Op::Begin { .. }
+        | Op::Forward { .. }
+        | Op::Recompute { .. }
+        | Op::BeginBackward { .. }
+        | Op::Backward { .. }
+        | Op::SumLoss
+        | Op::GradientNorm => true,
+        Op::Load { .. } | Op::CountTargets | Op::Predict { .. } | Op::Update { .. } => false,
+    }
+}
