@@ -23,6 +23,8 @@ pub(super) enum Unit {
     Optimizer,
     /// What only models of images use.
     Images,
+    /// What only convolutional models use.
+    Pixels,
     /// Plain attention.
     Attention,
     /// Attention on tensor cores, which takes the compiler longest.
@@ -46,6 +48,7 @@ impl Unit {
             _ if starts(&["embed", "token_", "position_", "sort_", "add_token_"]) => Unit::Embedding,
             _ if starts(&["cross_entropy", "add_losses"]) => Unit::Loss,
             _ if starts(&["image_", "class_loss"]) => Unit::Images,
+            _ if starts(&["pixel_"]) => Unit::Pixels,
             _ if starts(&["squares", "add_parts", "adamw", "sgd"]) => Unit::Optimizer,
             _ => Unit::Elementwise,
         }
@@ -59,6 +62,7 @@ impl Unit {
             Unit::Loss => ("", include_str!("kernels/loss.cu")),
             Unit::Optimizer => ("", include_str!("kernels/optimizer.cu")),
             Unit::Images => ("", include_str!("kernels/images.cu")),
+            Unit::Pixels => ("", include_str!("kernels/pixels.cu")),
             Unit::Attention => ("", include_str!("kernels/attention.cu")),
             Unit::FlashBf16 => ("#define FLASH_OF_BF16\n", include_str!("kernels/flash.cu")),
             Unit::FlashF16 => ("", include_str!("kernels/flash.cu")),
@@ -255,9 +259,8 @@ mod tests {
             eprintln!("skipped: no NVRTC on this machine");
             return;
         };
-        let all =
-            [Unit::Images, Unit::Attention, Unit::FlashBf16, Unit::FlashF16].into_iter().chain(Unit::FIRST);
-        let units: Vec<Unit> = all.collect();
+        let later = [Unit::Images, Unit::Pixels, Unit::Attention, Unit::FlashBf16, Unit::FlashF16];
+        let units: Vec<Unit> = later.into_iter().chain(Unit::FIRST).collect();
         for capability in [(6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0)] {
             match compiler.target(capability) {
                 Ok(target) if target.starts_with("sm_") => std::thread::scope(|scope| {
