@@ -1,14 +1,15 @@
-//! How fast a GPU does the operations of a GPT-2's training step, each alone, in bf16: microseconds of a call,
-//! and over that time the bytes it must move at least, or its floating-point operations. For a GPU that does
-//! nothing else. `cargo run --release --package shoal-kernels --example gpu_rates`
+//! How fast a GPU does the operations of a GPT-2's training step, and of a ResNet-50's on 128 images, each alone, in
+//! bf16: microseconds of a call, and over that time the bytes it must move at least, or its floating-point
+//! operations. For a GPU that does nothing else. `cargo run --release --package shoal-kernels --example gpu_rates`
 
 use std::time::Instant;
 
+use shoal_kernels::convolutional::{byte_elements, mask_elements};
 use shoal_kernels::device::SCALAR_ELEMENTS;
 use shoal_kernels::random::fold;
 use shoal_kernels::{
-    AdamW, AttentionBackward, AttentionShape, CudaDevice, Device, DropoutSite, Element, Gelu, Guard, Linear,
-    LossMode, Mat, MatMut, NormKind, Tensor, Updated,
+    AdamW, AttentionBackward, AttentionShape, Averages, ColumnNorm, Convolutional, CudaDevice, Device,
+    DropoutSite, Element, Gelu, Guard, Linear, LossMode, Mat, MatMut, NormKind, Tensor, Updated, Window,
 };
 
 const CALLS: u32 = 20;
@@ -330,6 +331,86 @@ fn attention(device: &CudaDevice, by: &str) {
     }
 }
 
+/// Images of a ResNet-50's step.
+const IMAGES: usize = 128;
+
+/// What follows a convolution, forward and backward, over images of `side` pixels.
+fn pixels(device: &CudaDevice, side: usize, cols: usize) {
+    let (rows, count) = (IMAGES * side * side, IMAGES * side * side * cols);
+    let name = |what: &str| format!("{what} {rows} x {cols}");
+    let (mut x, mut dy, mut out) = (half(device, count), half(device, count), half(device, count));
+    let (weight, bias, mut statistics) = (float(device, cols), float(device, cols), float(device, 2 * cols));
+    let (mut sums, bits) = (float(device, 2 * cols), count / 8);
+    let mut mask = integers(device, &vec![0x3c3c_3c3c; mask_elements(rows, cols)]);
+    report(device, &name("column_statistics"), 2 * count, || {
+        device.column_statistics(Mat::new(&x, rows, cols), &mut statistics).unwrap();
+    });
+    let of = Mat::new(&statistics, 2, cols);
+    let (mean, variance) = (of.rows(0, 1), of.rows(1, 1));
+    let norm = ColumnNorm { eps: 1e-5, rows: 0..rows, cols, mean, variance, weight: &weight, bias: &bias };
+    report(device, &name("column_norm, ReLU"), 2 * 2 * count + bits, || {
+        device.column_norm(&norm, &x, None, Some(&mut mask), &mut out).unwrap();
+    });
+    report(device, &name("column_norm, residual, ReLU"), 3 * 2 * count + bits, || {
+        device.column_norm(&norm, &x, Some(&dy), Some(&mut mask), &mut out).unwrap();
+    });
+    report(device, &name("column_norm_sums"), 2 * 2 * count + bits, || {
+        device.column_norm_sums(&norm, &x, Some(&mask), &dy, (&mut sums, false)).unwrap();
+    });
+    for keep in [false, true] {
+        let label = name(if keep { "column_norm_gradient, dy kept" } else { "column_norm_gradient" });
+        let moved = if keep { 4 } else { 3 };
+        report(device, &label, moved * 2 * count + bits, || {
+            device.column_norm_gradient(&norm, &sums, rows, Some(&mask), &mut dy, keep, &mut x).unwrap();
+        });
+    }
+    report(device, &name("relu_gradient"), 2 * 2 * count + bits, || {
+        device.relu_gradient(cols, &mask, &mut dy, None).unwrap();
+    });
+    let mut columns = float(device, cols);
+    report(device, &name("relu_gradient, sums"), 2 * 2 * count + bits, || {
+        device.relu_gradient(cols, &mask, &mut dy, Some((&mut columns, false))).unwrap();
+    });
+    report(device, &name("add_scaled"), 3 * 2 * count, || {
+        device.add_scaled(1.0, Mat::new(&dy, rows, cols), (&mut out, true)).unwrap();
+    });
+}
+
+/// The pools of a ResNet-50, and how its images come in.
+fn pools(device: &CudaDevice) {
+    let images = float(device, IMAGES * 3 * 224 * 224);
+    let mut turned = half(device, images.len());
+    report(device, "channels_last 128 x 3 x 224 x 224", 6 * images.len(), || {
+        device.channels_last(IMAGES, 3, &images, &mut turned).unwrap();
+    });
+    let (height, width, channels) = (112, 112, 64);
+    let window =
+        Window { samples: IMAGES, height, width, channels, kernel: (3, 3), stride: 2, padding: (1, 1) };
+    let elements = window.rows() * channels;
+    let (mut x, mut out) = (half(device, window.input_elements()), half(device, elements));
+    let (bias, mut sums) = (float(device, channels), float(device, channels));
+    let mut places = integers(device, &vec![0; byte_elements(elements)]);
+    let bytes = 2 * x.len() + 3 * elements;
+    report(device, "max_pool 3 x 3 of 128 x 112 x 112 x 64", bytes, || {
+        device.max_pool(window, &x, Some(&bias), true, &mut places, &mut out).unwrap();
+    });
+    report(device, "max_pool_gradient", bytes, || {
+        device.max_pool_gradient(window, &places, &out, &mut x, None).unwrap();
+    });
+    report(device, "max_pool_gradient, sums", bytes + 3 * elements, || {
+        device.max_pool_gradient(window, &places, &out, &mut x, Some((&mut sums, false))).unwrap();
+    });
+    let shape = Averages { samples: IMAGES, height: 7, width: 7, channels: 2048, bins: (1, 1) };
+    let (mut x, mut out) = (half(device, IMAGES * 7 * 7 * 2048), half(device, IMAGES * 2048));
+    let bytes = 2 * (x.len() + out.len());
+    report(device, "average_pool 128 x 7 x 7 x 2048", bytes, || {
+        device.average_pool(shape, &x, &mut out).unwrap();
+    });
+    report(device, "average_pool_gradient 128 x 7 x 7 x 2048", bytes, || {
+        device.average_pool_gradient(shape, &out, &mut x).unwrap();
+    });
+}
+
 fn main() {
     let device = match CudaDevice::new("cuda:0", 0, BUDGET_BYTES) {
         Ok(device) => device,
@@ -351,6 +432,9 @@ fn main() {
     activations(device);
     embedding(device);
     rotary(device);
+    pixels(device, 56, 256);
+    pixels(device, 7, 2048);
+    pools(device);
     loss(device);
     updates(device);
 }

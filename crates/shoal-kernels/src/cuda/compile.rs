@@ -25,6 +25,8 @@ pub(super) enum Unit {
     Images,
     /// What convolutions need beside products and cuDNN.
     Convolution,
+    /// What only convolutional models use.
+    Pixels,
     /// Plain attention.
     Attention,
     /// Attention on tensor cores, which takes the compiler longest.
@@ -49,6 +51,7 @@ impl Unit {
             _ if starts(&["cross_entropy", "add_losses"]) => Unit::Loss,
             _ if starts(&["image_", "class_loss"]) => Unit::Images,
             _ if starts(&["convolution_"]) => Unit::Convolution,
+            _ if starts(&["pixel_"]) => Unit::Pixels,
             _ if starts(&["squares", "add_parts", "adamw", "sgd"]) => Unit::Optimizer,
             _ => Unit::Elementwise,
         }
@@ -63,6 +66,7 @@ impl Unit {
             Unit::Optimizer => ("", include_str!("kernels/optimizer.cu")),
             Unit::Images => ("", include_str!("kernels/images.cu")),
             Unit::Convolution => ("", include_str!("kernels/convolution.cu")),
+            Unit::Pixels => ("", include_str!("kernels/pixels.cu")),
             Unit::Attention => ("", include_str!("kernels/attention.cu")),
             Unit::FlashBf16 => ("#define FLASH_OF_BF16\n", include_str!("kernels/flash.cu")),
             Unit::FlashF16 => ("", include_str!("kernels/flash.cu")),
@@ -259,8 +263,15 @@ mod tests {
             eprintln!("skipped: no NVRTC on this machine");
             return;
         };
-        let rare = [Unit::Images, Unit::Convolution, Unit::Attention, Unit::FlashBf16, Unit::FlashF16];
-        let units: Vec<Unit> = rare.into_iter().chain(Unit::FIRST).collect();
+        let later = [
+            Unit::Images,
+            Unit::Convolution,
+            Unit::Pixels,
+            Unit::Attention,
+            Unit::FlashBf16,
+            Unit::FlashF16,
+        ];
+        let units: Vec<Unit> = later.into_iter().chain(Unit::FIRST).collect();
         for capability in [(6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0)] {
             match compiler.target(capability) {
                 Ok(target) if target.starts_with("sm_") => std::thread::scope(|scope| {

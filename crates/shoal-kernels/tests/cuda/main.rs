@@ -13,6 +13,7 @@ mod linear;
 mod memory;
 mod norm;
 mod optimizer;
+mod pixels;
 mod pointwise;
 
 use std::cell::RefCell;
