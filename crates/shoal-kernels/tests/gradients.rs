@@ -21,6 +21,7 @@ use common::{
     unwritten, whole,
 };
 use proptest::prelude::*;
+use shoal_kernels::convolutional::ColumnNorm;
 use shoal_kernels::device::SCALAR_ELEMENTS;
 use shoal_kernels::{
     AttentionBackward, Averages, Convolutional, Device, DropoutSite, Filters, Linear, LossMode, Mat, MatMut,
@@ -94,6 +95,17 @@ fn assert_gradient<T: Copy + Into<f64>>(
     }
 }
 
+/// All rows normed by these statistics.
+fn norm<'a>(
+    rows: usize,
+    cols: usize,
+    statistics: &'a Tensor,
+    [weight, bias]: [&'a Tensor; 2],
+) -> ColumnNorm<'a> {
+    let [mean, variance] = [0, 1].map(|row| Mat::new(statistics, 2, cols).rows(row, 1));
+    ColumnNorm { eps: 1e-5, rows: 0..rows, cols, mean, variance, weight, bias }
+}
+
 proptest! {
     #![proptest_config(config(CASES))]
 
@@ -101,22 +113,21 @@ proptest! {
     fn convolution(
         (samples, height, width) in (1usize..=2, 3usize..=7, 3usize..=7),
         (channels, outputs) in (1usize..=5, 1usize..=5),
-        (kernel, stride, padding) in (1usize..=3, 1usize..=2, 0usize..=1),
+        (kernel, stride, padding) in ((1usize..=3, 1usize..=3), 1usize..=2, (0usize..=1, 0usize..=1)),
         seed: u64,
     ) {
         let device = device(2);
-        let kernel = (kernel, kernel);
         let window = Window { samples, height, width, channels, kernel, stride, padding };
         let x = normal(seed, "x", window.input_elements());
         let weight = normal(seed, "weight", outputs * window.elements());
         let c = normal(seed, "c", window.rows() * outputs);
-        let room = || (!window.is_pixel()).then(|| unwritten(&device, 5 * window.elements()));
+        let room = || (!window.is_row()).then(|| unwritten(&device, window.rows() * window.elements()));
         let forward = |x: &[f32], weight: &[f32]| -> Vec<f32> {
             let mut out = unwritten(&device, c.len());
             let weight = tensor(&device, weight);
             let filters = Filters { weight: &weight, outputs };
             let x = tensor(&device, x);
-            device.convolution(window, &x, filters, None, room().as_mut(), &mut out).unwrap();
+            device.convolution(window, &x, filters, None, None, room().as_mut(), &mut out).unwrap();
             out.floats().to_vec()
         };
         let (dy, weights) = (tensor(&device, &c), tensor(&device, &weight));
@@ -146,7 +157,6 @@ proptest! {
     /// The statistics move with the numbers that they are of.
     #[test]
     fn batch_norm((rows, cols) in (8usize..60, 1usize..40), seed: u64) {
-        const EPS: f32 = 1e-5;
         let device = device(2);
         let x = normal(seed, "x", rows * cols);
         let (weight, bias) = (normal(seed, "weight", cols), normal(seed, "bias", cols));
@@ -159,17 +169,16 @@ proptest! {
         let forward = |x: &[f32], weight: &[f32], bias: &[f32]| -> Vec<f32> {
             let (x, weight, bias) = (tensor(&device, x), tensor(&device, weight), tensor(&device, bias));
             let (statistics, mut out) = (measured(&x), unwritten(&device, rows * cols));
-            let [mean, variance] = [0, 1].map(|row| Mat::new(&statistics, 2, cols).rows(row, 1));
-            let x = Mat::new(&x, rows, cols);
-            device.column_norm(EPS, x, mean, variance, &weight, &bias, None, &mut out).unwrap();
+            let norm = norm(rows, cols, &statistics, [&weight, &bias]);
+            device.column_norm(&norm, &x, None, None, &mut out).unwrap();
             out.floats().to_vec()
         };
-        let (given, mut gradient) = (tensor(&device, &x), tensor(&device, &c));
-        let (statistics, mut sums) = (measured(&given), unwritten(&device, 2 * cols));
-        let (mat, weights) = (Mat::new(&given, rows, cols), tensor(&device, &weight));
-        device.column_norm_sums(EPS, mat, &statistics, &gradient, &mut sums).unwrap();
-        let to = &mut gradient;
-        device.column_norm_gradient(EPS, mat, &statistics, &weights, &sums, rows, to).unwrap();
+        let (mut gradient, mut dy) = (tensor(&device, &x), tensor(&device, &c));
+        let (statistics, mut sums) = (measured(&gradient), unwritten(&device, 2 * cols));
+        let parameters = [tensor(&device, &weight), tensor(&device, &bias)];
+        let norm = norm(rows, cols, &statistics, parameters.each_ref());
+        device.column_norm_sums(&norm, &gradient, None, &dy, (&mut sums, false)).unwrap();
+        device.column_norm_gradient(&norm, &sums, rows, None, &mut dy, false, &mut gradient).unwrap();
         assert_gradient("batch norm: x", seed, &x, &c, gradient.floats(), |x| forward(x, &weight, &bias));
         let (plain, along) = sums.floats().split_at(cols);
         assert_gradient("batch norm: weight", seed, &weight, &c, along, |weight| forward(&x, weight, &bias));

@@ -9,6 +9,7 @@ mod activation;
 mod attention;
 mod columns;
 mod convolution;
+mod correlate;
 mod dropout;
 mod embedding;
 mod images;
@@ -20,7 +21,9 @@ mod norm;
 mod operations;
 mod optimizer;
 mod pixels;
+mod reach;
 mod rotary;
+mod tile;
 mod vector;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -9,6 +9,9 @@ use crate::convolutional::{Averages, NO_PLACE, Window, byte_elements, mask_eleme
 use crate::device::{Mat, Sum};
 use crate::tensor::Tensor;
 
+/// Columns that a word of a mask has bits for.
+pub(super) const WORD: usize = 32;
+
 /// The pixels of a bin, in one direction.
 fn bin(index: usize, bins: usize, size: usize) -> Range<usize> {
     index * size / bins..((index + 1) * size).div_ceil(bins)
@@ -48,54 +51,65 @@ impl CpuDevice {
         assert!(kernel.0 * kernel.1 <= usize::from(NO_PLACE), "a place is a byte");
         assert!(padding.0 < kernel.0 && padding.1 < kernel.1, "a window in the padding alone sees nothing");
         let (x, bias) = (x.floats(), bias.map(Tensor::floats));
-        let pixels = bytes_mut(places)[..elements].par_chunks_mut(channels);
-        pixels.zip(out.floats_mut().par_chunks_mut(channels)).enumerate().for_each(|(row, (places, out))| {
-            let (sample, place) = (row / (down * across), row % (down * across));
-            let (line, column) = (place / across * stride, place % across * stride);
-            out.fill(f32::NEG_INFINITY);
-            places.fill(NO_PLACE);
-            for below in inside(line, kernel.0, padding.0, height) {
-                for beside in inside(column, kernel.1, padding.1, width) {
-                    let pixel = (line + below - padding.0) * width + column + beside - padding.1;
-                    let values = &x[(sample * height * width + pixel) * channels..][..channels];
-                    let here = (below * kernel.1 + beside) as u8;
-                    for ((out, place), value) in out.iter_mut().zip(places.iter_mut()).zip(values) {
-                        // No number is larger than NaN: it goes on, so that the loss shows it.
-                        if *value > *out || value.is_nan() || *place == NO_PLACE {
-                            (*out, *place) = (*value, here);
-                        }
-                    }
+        let lines = bytes_mut(places)[..elements].par_chunks_mut(across * channels);
+        lines.zip(out.floats_mut().par_chunks_mut(across * channels)).enumerate().for_each(
+            |(row, (places, out))| {
+                let (sample, line) = (row / down, row % down * stride);
+                let below = inside(line, kernel.0, padding.0, height);
+                for (index, (places, out)) in
+                    places.chunks_exact_mut(channels).zip(out.chunks_exact_mut(channels)).enumerate()
+                {
+                    let column = index * stride;
+                    let beside = inside(column, kernel.1, padding.1, width);
+                    let seen =
+                        below.clone().flat_map(|down| beside.clone().map(move |across| (down, across)));
+                    let seen = seen.map(|(down, across)| {
+                        let pixel = (line + down - padding.0) * width + column + across - padding.1;
+                        let values = &x[(sample * height * width + pixel) * channels..][..channels];
+                        ((down * kernel.1 + across) as u8, values)
+                    });
+                    self.arch.dispatch(
+                        #[inline(always)]
+                        || largest(seen.clone(), bias, rectify, places, out),
+                    );
                 }
-            }
-            if let Some(bias) = bias {
-                out.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias);
-            }
-            if rectify {
-                for (out, place) in out.iter_mut().zip(places) {
-                    if *out <= 0.0 {
-                        (*out, *place) = (0.0, NO_PLACE);
-                    }
-                }
-            }
-        });
+            },
+        );
     }
 
+    /// Each pixel takes from the places that saw it what they took from it.
     pub(super) fn maxima_dx(&self, window: &Window, places: &Tensor, dy: &Tensor, dx: &mut Tensor) {
-        let Window { height, width, channels, kernel, stride, padding, .. } = *window;
+        let Window { height, width, channels, kernel, padding, .. } = *window;
         let (down, across) = window.places();
-        let per_sample = down * across * channels;
-        assert_eq!((dx.len(), dy.len()), (window.input_elements(), window.samples * per_sample));
+        assert_eq!((dx.len(), dy.len()), (window.input_elements(), window.rows() * channels));
         assert_eq!(places.len(), byte_elements(dy.len()));
-        let places = &bytes(places)[..dy.len()];
-        let from = places.par_chunks(per_sample).zip(dy.floats().par_chunks(per_sample));
-        dx.floats_mut().par_chunks_mut(height * width * channels).zip(from).for_each(|(dx, (places, dy))| {
-            dx.fill(0.0);
-            for (index, (place, dy)) in places.iter().zip(dy).enumerate() {
-                if *place != NO_PLACE {
-                    let (row, place) = (index / channels, usize::from(*place));
-                    let line = row / across * stride + place / kernel.1 - padding.0;
-                    let column = row % across * stride + place % kernel.1 - padding.1;
-                    dx[(line * width + column) * channels + index % channels] += dy;
+        let (places, dy) = (bytes(places), dy.floats());
+        // The places that see a pixel, and which of the window's rows or columns it is to them.
+        let seen_from = |pixel: usize, kernel: usize, padding: usize, places: usize| {
+            (0..kernel).filter_map(move |offset| {
+                let from = (pixel + padding).checked_sub(offset)?;
+                let sees = from.is_multiple_of(window.stride) && from / window.stride < places;
+                sees.then_some((from / window.stride, offset))
+            })
+        };
+        dx.floats_mut().par_chunks_mut(width * channels).enumerate().for_each(|(line, dx)| {
+            let (sample, line) = (line / height, line % height);
+            for (column, dx) in dx.chunks_exact_mut(channels).enumerate() {
+                dx.fill(0.0);
+                for (row, below) in seen_from(line, kernel.0, padding.0, down) {
+                    for (place, beside) in seen_from(column, kernel.1, padding.1, across) {
+                        let first = ((sample * down + row) * across + place) * channels;
+                        let (places, dy) = (&places[first..][..channels], &dy[first..][..channels]);
+                        let here = (below * kernel.1 + beside) as u8;
+                        self.arch.dispatch(
+                            #[inline(always)]
+                            || {
+                                for ((dx, place), dy) in dx.iter_mut().zip(places).zip(dy) {
+                                    *dx += if *place == here { *dy } else { 0.0 };
+                                }
+                            },
+                        );
+                    }
                 }
             }
         });
@@ -148,7 +162,12 @@ impl CpuDevice {
         assert_eq!(mask.len(), mask_elements(x.len() / cols, cols));
         let rows =
             x.floats_mut().par_chunks_mut(cols).zip(mask.integers_mut().par_chunks_mut(cols.div_ceil(32)));
-        rows.for_each(|(values, words)| rectify_row(values, words));
+        rows.for_each(|(values, words)| {
+            self.arch.dispatch(
+                #[inline(always)]
+                || rectify_row(values, words),
+            );
+        });
     }
 
     pub(super) fn rectify_dx(&self, cols: usize, mask: &Tensor, gradient: &mut Tensor) {
@@ -156,11 +175,16 @@ impl CpuDevice {
         let rows =
             gradient.floats_mut().par_chunks_mut(cols).zip(mask.integers().par_chunks(cols.div_ceil(32)));
         rows.for_each(|(values, words)| {
-            for (column, value) in values.iter_mut().enumerate() {
-                if !let_through(words, column) {
-                    *value = 0.0;
-                }
-            }
+            self.arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (values, word) in values.chunks_mut(WORD).zip(words) {
+                        for (lane, value) in values.iter_mut().enumerate() {
+                            *value = if word & (1 << lane) != 0 { *value } else { 0.0 };
+                        }
+                    }
+                },
+            );
         });
     }
 
@@ -181,21 +205,58 @@ impl CpuDevice {
     }
 }
 
-/// ReLU of a row, and its bits. NaN stays, so that the loss shows it.
-pub(super) fn rectify_row(values: &mut [f32], words: &mut [i32]) {
-    for (values, word) in values.chunks_mut(32).zip(words) {
-        let mut bits = 0;
-        for (bit, value) in values.iter_mut().enumerate() {
-            bits |= i32::from(*value > 0.0) << bit;
-            *value = if *value < 0.0 { 0.0 } else { *value };
+/// The largest numbers of a pool's place, channel by channel, of the window's places and what lies there.
+#[inline(always)]
+fn largest<'a>(
+    mut seen: impl Iterator<Item = (u8, &'a [f32])>,
+    bias: Option<&[f32]>,
+    rectify: bool,
+    places: &mut [u8],
+    out: &mut [f32],
+) {
+    let (first, values) = seen.next().expect("a window sees some of the image");
+    places.fill(first);
+    out.copy_from_slice(values);
+    for (here, values) in seen {
+        for ((out, place), value) in out.iter_mut().zip(places.iter_mut()).zip(values) {
+            // No number is larger than NaN: it goes on, so that the loss shows it.
+            let larger = *value > *out || value.is_nan();
+            *out = if larger { *value } else { *out };
+            *place = if larger { here } else { *place };
         }
-        *word = bits;
+    }
+    if let Some(bias) = bias {
+        out.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias);
+    }
+    if rectify {
+        for (out, place) in out.iter_mut().zip(places) {
+            let stopped = *out <= 0.0;
+            *out = if stopped { 0.0 } else { *out };
+            *place = if stopped { NO_PLACE } else { *place };
+        }
     }
 }
 
-/// Whether a row's bits say that the ReLU let a column's number through.
-pub(super) fn let_through(words: &[i32], column: usize) -> bool {
-    words[column / 32] >> (column % 32) & 1 != 0
+/// ReLU of a row, and its bits. NaN stays, so that the loss shows it.
+#[inline(always)]
+pub(super) fn rectify_row(values: &mut [f32], words: &mut [i32]) {
+    for (values, word) in values.chunks_mut(WORD).zip(words) {
+        // The usual width as a constant: the loop becomes a few vectors then.
+        *word = match values.len() {
+            WORD => rectify_word(WORD, values),
+            width => rectify_word(width, values),
+        };
+    }
+}
+
+#[inline(always)]
+fn rectify_word(width: usize, values: &mut [f32]) -> i32 {
+    let mut bits = 0;
+    for (lane, value) in values[..width].iter_mut().enumerate() {
+        bits |= if *value > 0.0 { 1 << lane } else { 0 };
+        *value = if *value < 0.0 { 0.0 } else { *value };
+    }
+    bits
 }
 
 fn bytes(tensor: &Tensor) -> &[u8] {

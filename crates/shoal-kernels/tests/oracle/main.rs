@@ -9,6 +9,7 @@ mod common;
 
 mod activation;
 mod attention;
+mod columns;
 mod convolution;
 mod dropout;
 mod embedding;
@@ -18,6 +19,7 @@ mod loss;
 mod norm;
 mod number;
 mod optimizer;
+mod pools;
 mod rotary;
 
 use common::{config, device, normal, tensor, unwritten};
