@@ -99,8 +99,9 @@ fn norm(device: &CpuDevice, [cols, size, layers]: [usize; 3]) -> f64 {
     let norm = ColumnNorm { eps: 1e-5, rows: 0..rows, cols, mean, variance, weight: &weight, bias: &bias };
     let forward =
         milliseconds(|| device.column_norm(&norm, &x, Some(&residual), Some(&mut mask), &mut out).unwrap());
-    let sum =
-        milliseconds(|| device.column_norm_sums(&norm, &x, Some(&mask), &dy, (&mut sums, false)).unwrap());
+    let sum = milliseconds(|| {
+        device.column_norm_sums(&norm, &x, Some(&mask), &dy, (&mut sums, false), None).unwrap()
+    });
     device.zero(&mut sums).unwrap();
     let gradient = milliseconds(|| {
         device.column_norm_gradient(&norm, &sums, rows, Some(&mask), &mut dy, true, &mut x).unwrap();

@@ -355,7 +355,7 @@ fn pixels(device: &CudaDevice, side: usize, cols: usize) {
         device.column_norm(&norm, &x, Some(&dy), Some(&mut mask), &mut out).unwrap();
     });
     report(device, &name("column_norm_sums"), 2 * 2 * count + bits, || {
-        device.column_norm_sums(&norm, &x, Some(&mask), &dy, (&mut sums, false)).unwrap();
+        device.column_norm_sums(&norm, &x, Some(&mask), &dy, (&mut sums, false), None).unwrap();
     });
     for keep in [false, true] {
         let label = name(if keep { "column_norm_gradient, dy kept" } else { "column_norm_gradient" });

@@ -239,9 +239,8 @@ pub trait Convolutional {
     }
 
     /// What a group's members add up before any of them has its gradient: `sums (+)=` each column's sum of `dy` as
-    /// the mask leaves it, then of that times the normed number; of the norm's rows. The former is also added to
-    /// the gradient of the norm's bias, the latter to that of its weight.
-    #[allow(clippy::too_many_arguments)]
+    /// the mask leaves it, then of that times the normed number; of the norm's rows. The former is added to the
+    /// first of the gradients too, which is that of the norm's bias, the latter to the second, of its weight.
     fn column_norm_sums(
         &self,
         _norm: &ColumnNorm,
@@ -249,8 +248,7 @@ pub trait Convolutional {
         _mask: Option<&Tensor>,
         _dy: &Tensor,
         _sums: Sum,
-        _bias_gradient: Sum,
-        _weight_gradient: Sum,
+        _gradients: Option<[Sum; 2]>,
     ) -> Result {
         missing("column_norm_sums")
     }

@@ -177,7 +177,7 @@ proptest! {
         let (statistics, mut sums) = (measured(&gradient), unwritten(&device, 2 * cols));
         let parameters = [tensor(&device, &weight), tensor(&device, &bias)];
         let norm = norm(rows, cols, &statistics, parameters.each_ref());
-        device.column_norm_sums(&norm, &gradient, None, &dy, (&mut sums, false)).unwrap();
+        device.column_norm_sums(&norm, &gradient, None, &dy, (&mut sums, false), None).unwrap();
         device.column_norm_gradient(&norm, &sums, rows, None, &mut dy, false, &mut gradient).unwrap();
         assert_gradient("batch norm: x", seed, &x, &c, gradient.floats(), |x| forward(x, &weight, &bias));
         let (plain, along) = sums.floats().split_at(cols);

@@ -373,8 +373,7 @@ pub(crate) fn begin_backward(
             mask.as_ref(),
             &gradient,
             (&mut sums, more),
-            bias,
-            weight,
+            Some([bias, weight]),
         )?;
         group.sums = Some(sums);
     }

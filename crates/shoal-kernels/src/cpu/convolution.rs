@@ -178,13 +178,12 @@ impl Convolutional for CpuDevice {
         mask: Option<&Tensor>,
         dy: &Tensor,
         (sums, accumulate): Sum,
-        bias_gradient: Sum,
-        weight_gradient: Sum,
+        gradients: Option<[Sum; 2]>,
     ) -> Result {
         // These rows' alone first: the gradients have those of the rows before already.
         let before = accumulate.then(|| sums.floats().to_vec());
         self.pool.install(|| self.norm_columns_sums(norm, x, mask, dy, (sums, false)));
-        for (index, (gradient, more)) in [bias_gradient, weight_gradient].into_iter().enumerate() {
+        for (index, (gradient, more)) in gradients.into_iter().flatten().enumerate() {
             self.add_scaled(1.0, Mat::new(sums, 2, norm.cols).rows(index, 1), (gradient, more))?;
         }
         if let Some(before) = before {

@@ -263,14 +263,8 @@ mod tests {
             eprintln!("skipped: no NVRTC on this machine");
             return;
         };
-        let later = [
-            Unit::Images,
-            Unit::Convolution,
-            Unit::Pixels,
-            Unit::Attention,
-            Unit::FlashBf16,
-            Unit::FlashF16,
-        ];
+        let later =
+            [Unit::Images, Unit::Convolution, Unit::Pixels, Unit::Attention, Unit::FlashBf16, Unit::FlashF16];
         let units: Vec<Unit> = later.into_iter().chain(Unit::FIRST).collect();
         for capability in [(6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0)] {
             match compiler.target(capability) {

@@ -239,8 +239,9 @@ impl Convolutional for CudaDevice {
         mask: Option<&Tensor>,
         dy: &Tensor,
         sums: Sum,
+        gradients: Option<[Sum; 2]>,
     ) -> Result {
-        self.norm_columns_sums(norm, x, mask, dy, sums)
+        self.norm_columns_sums(norm, x, mask, dy, sums, gradients)
     }
 
     fn column_norm_gradient(

@@ -256,7 +256,7 @@ fn sum_many_rows(device: &dyn Device, case: Case, rows: usize, cols: usize) -> V
     device.column_statistics(Mat::new(&x, rows, cols), &mut statistics).unwrap();
     let (made_of, mask) = (Norms::new(device, case, cols), mask(device, case, rows, cols));
     let norm = made_of.norm(0..rows, cols);
-    device.column_norm_sums(&norm, &x, Some(&mask), &dy, (&mut along, false)).unwrap();
+    device.column_norm_sums(&norm, &x, Some(&mask), &dy, (&mut along, false), None).unwrap();
     let mut plain = tensor(device, &vec![f32::NAN; cols]);
     device.relu_gradient(cols, &mask, &mut dy, Some((&mut plain, false))).unwrap();
     // By the row, so that what is allowed does not depend on how many there are.
@@ -371,8 +371,16 @@ fn column_norm_sums() {
         let dy = active(device, case, &case.normal("dy", rows * cols));
         let mask = case.yes("relu").then(|| mask(device, case, rows, cols));
         let (mut sums, accumulate) = sums(device, case, 2 * cols);
-        device.column_norm_sums(&norm, &x, mask.as_ref(), &dy, (&mut sums, accumulate)).unwrap();
-        vec![read(device, &sums)]
+        let (mut of_bias, mut of_weight) =
+            (before(device, case, accumulate, cols), before(device, case, accumulate, cols));
+        let gradients = [(&mut of_bias, accumulate), (&mut of_weight, accumulate)];
+        let gradients = case.yes("gradients").then_some(gradients);
+        device.column_norm_sums(&norm, &x, mask.as_ref(), &dy, (&mut sums, accumulate), gradients).unwrap();
+        let mut results = vec![read(device, &sums)];
+        if case.yes("gradients") {
+            results.extend([read(device, &of_bias), read(device, &of_weight)]);
+        }
+        results
     });
 }
 

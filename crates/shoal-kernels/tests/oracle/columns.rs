@@ -103,6 +103,8 @@ proptest! {
             let mut mask = with_mask.then(|| integers(&device, &bits));
             let mut out = unwritten(&device, rows * cols);
             let mut made = Vec::new();
+            let (mut of_bias, mut of_weight) = (unwritten(&device, cols), unwritten(&device, cols));
+            let mut begun = false;
             for group in &groups {
                 let (mut statistics, mut sums) = (unwritten(&device, 2 * cols), unwritten(&device, 2 * cols));
                 let rows_of_x = Mat::new(&x, rows, cols).rows(group.start, group.len());
@@ -116,8 +118,10 @@ proptest! {
                 let middle = group.start + group.len() / 3;
                 let parts = [norm(group.start..middle), norm(middle..group.end)];
                 for (part, more) in parts.iter().zip([false, true]) {
+                    let gradients = [(&mut of_bias, begun), (&mut of_weight, begun)];
                     let to = (&mut sums, more);
-                    device.column_norm_sums(part, &x, mask.as_ref(), &dy, to).unwrap();
+                    device.column_norm_sums(part, &x, mask.as_ref(), &dy, to, Some(gradients)).unwrap();
+                    begun = true;
                 }
                 for part in &parts {
                     let (all, mask) = (group.len(), mask.as_ref());
@@ -126,11 +130,13 @@ proptest! {
                 made.extend(floats(&[&statistics, &sums]));
             }
             *masks.borrow_mut() = mask.map_or(Vec::new(), |mask| mask.integers().to_vec());
+            made.extend(floats(&[&of_bias, &of_weight]));
             [floats(&[&out, &x, &dy]), made].concat()
         });
         let mask = masks.into_inner();
         let left = |i: usize| if with_mask && !passes(&mask, cols, i) { 0.0 } else { dy[i] };
         let slopes: Vec<f32> = (0..dy.len()).map(left).collect();
+        let mut gradients = vec![Number::default(); 2 * cols];
         for (index, group) in groups.iter().enumerate() {
             let elements = group.start * cols..group.end * cols;
             let [out, dx, kept] = [0, 1, 2].map(|at| &results[at][elements.clone()]);
@@ -146,9 +152,13 @@ proptest! {
             }
             assert_close("column_statistics", &results[3 + 2 * index], &expected.statistics);
             assert_close("column_norm_sums", &results[4 + 2 * index], &expected.sums);
+            gradients.iter_mut().zip(&expected.sums).for_each(|(gradient, sum)| *gradient += *sum);
             assert_close("column_norm_gradient", dx, &expected.gradient);
             let left = if keep_masked { slopes } else { &dy[elements] };
             prop_assert!(same_bits(kept, left));
+        }
+        for (gradient, expected) in results[3 + 2 * groups.len()..].iter().zip(gradients.chunks(cols)) {
+            assert_close("gradients of the norm", gradient, expected);
         }
         // Rows of no group stay as they were.
         let inside = groups[0].start * cols..groups[groups.len() - 1].end * cols;

@@ -214,7 +214,9 @@ __device__ __forceinline__ int summed_column(const Strips &of) {
     return threadIdx.x < strip && col < of.cols ? col : -1;
 }
 
+// Nowhere, where nobody wants it.
 __device__ __forceinline__ void put_sum(const ColumnsSum &to, int col, float sum) {
+    if (!to.out) return;
     to.out[col] = to.accumulate ? to.out[col] + sum : sum;
 }
 
@@ -664,19 +666,25 @@ __device__ __forceinline__ void norm_sums_rows(const ColumnNorm &norm, const T *
 
 template <typename T>
 __device__ __forceinline__ void pixel_norm_sums(const ColumnNorm &norm, const T *x, const u8 *mask, const T *dy,
-                                                float *parts, u32 *counters, const ColumnsSum &to) {
+                                                float *parts, u32 *counters, const ColumnsSum &to,
+                                                const ColumnsSum &of_bias, const ColumnsSum &of_weight) {
     float sums[2][EIGHT] = {}, totals[2];
     if (norm.of.whole) norm_sums_rows<Ahead<T>::TWO_INPUTS>(norm, x, mask, dy, Whole(), sums);
     else norm_sums_rows<1>(norm, x, mask, dy, false, sums);
     if (!add_chunks(sums, norm.of.across, parts, counters, totals)) return;
     int col = summed_column(norm.of);
     if (col < 0) return;
+    float along = totals[1] / sqrtf(norm.variance[col] + norm.eps);
     put_sum(to, col, totals[0]);
-    put_sum(to, norm.of.cols + col, totals[1] / sqrtf(norm.variance[col] + norm.eps));
+    put_sum(to, norm.of.cols + col, along);
+    // The norm's own gradients, where they are wanted.
+    put_sum(of_bias, col, totals[0]);
+    put_sum(of_weight, col, along);
 }
 SUMMING(pixel_norm_sums,
-        (ColumnNorm norm, const T *x, const u8 *mask, const T *dy, float *parts, u32 *counters, ColumnsSum to),
-        (norm, x, mask, dy, parts, counters, to))
+        (ColumnNorm norm, const T *x, const u8 *mask, const T *dy, float *parts, u32 *counters, ColumnsSum to,
+         ColumnsSum of_bias, ColumnsSum of_weight),
+        (norm, x, mask, dy, parts, counters, to, of_bias, of_weight))
 
 // x becomes its gradient: weight * scale * (dy - (plain + normed * along) * share), with what columns have in common
 // multiplied out first. With `keep`, dy becomes what the mask leaves of it.

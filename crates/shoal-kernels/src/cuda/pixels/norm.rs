@@ -121,17 +121,37 @@ impl CudaDevice {
         mask: Option<&Tensor>,
         dy: &Tensor,
         (sums, accumulate): Sum,
+        gradients: Option<[Sum; 2]>,
     ) -> Result {
         let ((first, first_word), element) = (assert_norm(norm, x, mask), element_of(&[x, dy]));
         assert_eq!(dy.len(), x.len());
         assert_floats(sums, SETS * norm.cols);
+        for (gradient, _) in gradients.iter().flatten() {
+            assert_floats(gradient, norm.cols);
+        }
+        let [of_bias, of_weight] = gradients.map_or([None, None], |both| both.map(Some)).map(RowsSum::from);
         let strips = Strips::summing(norm.rows.len(), norm.cols, SETS);
         let (grid, norm) = (strips.grid(), NormParameter::new(norm, &strips));
         let (x, mask, dy) = (x.at(first), rows_at(mask, first_word), dy.at(first));
         let (held, to) = (self.parts(), RowsSum::from(Some((sums, accumulate))));
         let (parts, counters) = (held.at(0), self.counters.at(0));
         // SAFETY: the lengths are asserted; the parts and counters suffice for a cut that sums.
-        unsafe { launch!(self, "pixel_norm_sums" of element, grid, norm, x, mask, dy, parts, counters, to) }
+        unsafe {
+            launch!(
+                self,
+                "pixel_norm_sums" of element,
+                grid,
+                norm,
+                x,
+                mask,
+                dy,
+                parts,
+                counters,
+                to,
+                of_bias,
+                of_weight
+            )
+        }
     }
 
     pub(super) fn norm_columns_gradient(
