@@ -975,11 +975,11 @@ TYPED(pixel_average_gradient, (Bins of, const T *dy, T *dx), (of, dy, dx))
 #define TILE_CHANNELS 32
 #define TILE_FLOATS 4096
 
-// [samples, channels, pixels] to [samples, pixels, channels]. Blocks of x have tiles of `tile` pixels, a multiple of 32;
-// those of y have TILE_CHANNELS channels each, those of z samples.
+// [samples, channels, pixels] to [samples, pixels, channels]. Blocks of x have tiles of `tile` pixels, a multiple of
+// 32; those of y have TILE_CHANNELS channels each, those of z samples.
 template <typename T>
-__device__ __forceinline__ void pixel_channels_last(i64 channels, i64 pixels, int tile, const float *__restrict__ images,
-                                                    T *__restrict__ out) {
+__device__ __forceinline__ void pixel_channels_last(i64 channels, i64 pixels, int tile,
+                                                    const float *__restrict__ images, T *__restrict__ out) {
     // A line is one float longer, so that a column does not lie in one bank.
     __shared__ float values[TILE_FLOATS + TILE_CHANNELS];
     i64 first_pixel = (i64)blockIdx.x * tile, first_channel = (i64)blockIdx.y * TILE_CHANNELS;
