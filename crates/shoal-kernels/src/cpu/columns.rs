@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::pixels::{WORD, rectify_row};
+use super::pixels::{WORD, rectify_word};
 use super::{CpuDevice, cut};
 use crate::convolutional::{ColumnNorm, mask_elements};
 use crate::device::{Mat, Sum};
@@ -133,12 +133,11 @@ impl CpuDevice {
         assert_fits(norm, x, mask.as_deref());
         assert_eq!(out.len(), x.len());
         assert!(residual.is_none_or(|residual| residual.len() == x.len()));
-        let (mean, bias, factors) = (row_of(norm.mean), norm.bias.floats(), factors(norm));
+        let to = Normed { mean: row_of(norm.mean), factors: factors(norm), bias: norm.bias.floats() };
         let all = norm.rows.start * cols..norm.rows.end * cols;
         let (x, residual) =
             (&x.floats()[all.clone()], residual.map(|residual| &residual.floats()[all.clone()]));
         let mut none = [];
-        let masked = mask.is_some();
         let mask = match mask {
             Some(mask) => &mut mask.integers_mut()[norm.rows.start * words..norm.rows.end * words],
             None => &mut none[..],
@@ -154,16 +153,15 @@ impl CpuDevice {
                 || {
                     for (row, out) in out.chunks_exact_mut(cols).enumerate() {
                         let from = (index * chunk + row) * cols;
-                        let x = &x[from..][..cols];
-                        for (column, out) in out.iter_mut().enumerate() {
-                            *out = (x[column] - mean[column]) * factors[column] + bias[column];
-                        }
-                        if let Some(residual) = residual {
-                            let residual = &residual[from..][..cols];
-                            out.iter_mut().zip(residual).for_each(|(out, more)| *out += more);
-                        }
-                        if masked {
-                            rectify_row(out, &mut mask[row * words..][..words]);
+                        for (word, out) in out.chunks_mut(WORD).enumerate() {
+                            let (first, width) = (word * WORD, out.len());
+                            let x = &x[from + first..][..width];
+                            let added = residual.map(|residual| &residual[from + first..][..width]);
+                            let rectify = mask.get_mut(row * words + word);
+                            match width {
+                                WORD => to.turn(WORD, first, x, added, rectify, out),
+                                _ => to.turn(width, first, x, added, rectify, out),
+                            }
                         }
                     }
                 },
@@ -277,6 +275,44 @@ impl CpuDevice {
                 },
             );
         });
+    }
+}
+
+/// What norms a number: `(x - mean) * factor + bias`.
+struct Normed<'a> {
+    mean: &'a [f32],
+    factors: Vec<f32>,
+    bias: &'a [f32],
+}
+
+impl Normed<'_> {
+    /// Up to 32 numbers from column `first` on, plus what is added to them, then ReLU where there is a word to fill.
+    #[inline(always)]
+    fn turn(
+        &self,
+        width: usize,
+        first: usize,
+        x: &[f32],
+        added: Option<&[f32]>,
+        word: Option<&mut i32>,
+        out: &mut [f32],
+    ) {
+        let mean = &self.mean[first..][..width];
+        let factors = &self.factors[first..][..width];
+        let bias = &self.bias[first..][..width];
+        let (x, out) = (&x[..width], &mut out[..width]);
+        for lane in 0..width {
+            out[lane] = (x[lane] - mean[lane]) * factors[lane] + bias[lane];
+        }
+        if let Some(added) = added {
+            let added = &added[..width];
+            for lane in 0..width {
+                out[lane] += added[lane];
+            }
+        }
+        if let Some(word) = word {
+            *word = rectify_word(width, out);
+        }
     }
 }
 

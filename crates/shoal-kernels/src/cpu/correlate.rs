@@ -17,6 +17,12 @@ const PANEL_ROWS: usize = SCORES / COLUMNS;
 /// Rows whose products are summed before they are added to the filters' gradient.
 const SUMMED_ROWS: usize = 128;
 
+/// Pieces of work for each thread, so that one that falls behind does not hold up the others.
+const TASKS: usize = 3;
+
+/// Elements of the filters' gradient that a task adds to over and over: half of a second cache.
+const GRADIENT_ELEMENTS: usize = 1 << 17;
+
 /// Memory that threads write, each elements of its own.
 #[derive(Clone, Copy)]
 struct Shared<T>(*mut T);
@@ -128,8 +134,8 @@ impl Correlation<'_> {
         assert!(mask.as_ref().is_none_or(|mask| mask.len() == self.samples * self.pixels.0 * words));
         let (out, mask) = (Shared(out.as_mut_ptr()), mask.map(|mask| Shared(mask.as_mut_ptr())));
         let depths = Depth::pieces(self.taps, self.channels);
-        // Rows are cut too where there are fewer blocks than threads: each packs the filters again.
-        let parts = device.threads().div_ceil(words);
+        // Rows are cut too where there are few blocks: each part packs the filters again, which costs little then.
+        let parts = (TASKS * device.threads()).div_ceil(words);
         let tasks: Vec<(usize, usize)> =
             (0..words).flat_map(|word| (0..parts).map(move |part| (word, part))).collect();
         tasks.into_par_iter().for_each(|(word, part)| {
@@ -264,42 +270,52 @@ impl CpuDevice {
         assert_eq!(x.len(), window.samples * pixels.1 * window.channels);
         let classes = output_classes(window);
         let gradient = Shared(gradient.as_mut_ptr());
-        // Each task has some outputs' filters, and of these one line of the window.
-        let tasks: Vec<(Range<usize>, usize)> = cut(outputs, outputs.div_ceil(ROWS), 1)
-            .flat_map(|outputs| (0..window.kernel.0).map(move |down| (outputs.clone(), down)))
+        // A line of the window in some outputs' filters; a task has several, preferably of the same line, which
+        // take turns at a few rows of the image.
+        let items: Vec<(usize, Range<usize>)> = (0..window.kernel.0)
+            .flat_map(|down| cut(outputs, outputs.div_ceil(ROWS), 1).map(move |outputs| (down, outputs)))
             .collect();
-        tasks.into_par_iter().for_each(|(some, down)| {
+        let fit = (GRADIENT_ELEMENTS / (ROWS * line)).max(1);
+        let each = items.len().div_ceil(TASKS * self.threads()).min(fit);
+        items.par_chunks(each).for_each(|items| {
             let gradient = gradient;
-            let mut tile: Tile = [[0.0; COLUMNS]; ROWS];
-            let mut at = [(0, 0); SUMMED_ROWS];
             if !accumulate {
-                for output in some.clone() {
+                for (down, output) in
+                    items.iter().flat_map(|(down, some)| some.clone().map(move |o| (down, o)))
+                {
                     // SAFETY: these are this task's; likewise below.
                     unsafe { gradient.slice(output * elements + down * line, line) }.fill(0.0);
                 }
             }
             for class in &classes {
-                // Taps of a line lie side by side, in the filters as in the image.
-                let taps = || class.taps.iter().filter(|(tap, _)| tap / window.kernel.1 == down);
-                let Some((tap, distance)) = taps().next() else { continue };
-                let (first, length) = (tap * window.channels, taps().count() * window.channels);
                 for range in cut(window.samples * class.pixels.len(), usize::MAX, SUMMED_ROWS) {
-                    let rows = rows(class, range.start, pixels).take(range.len());
-                    for (at, (place, under)) in at.iter_mut().zip(rows) {
-                        *at = (place * outputs + some.start, (under + distance) * window.channels);
+                    let (mut at, mut rows_of) = ([(0, 0); SUMMED_ROWS], rows(class, range.start, pixels));
+                    for at in &mut at[..range.len()] {
+                        let (place, under) = rows_of.next().expect("rows go on");
+                        *at = (place * outputs, under * window.channels);
                     }
-                    for column in (0..length).step_by(COLUMNS) {
-                        let columns = COLUMNS.min(length - column);
-                        // SAFETY: rows of `dy` have `outputs` numbers, and what lies under the line's taps
-                        // is inside of the image.
-                        unsafe {
-                            let operands = (dy.as_ptr(), x.as_ptr().add(column));
-                            pairs(self.arch, (some.len(), columns), operands, &at[..range.len()], &mut tile);
-                        }
-                        for (output, sums) in some.clone().zip(&tile) {
-                            // SAFETY: as above.
-                            let row = unsafe { gradient.slice(output * elements + first + column, columns) };
-                            row.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+                    for (down, some) in items {
+                        // Taps of a line lie side by side, in the filters as in the image.
+                        let mut taps = class.taps.iter().filter(|(tap, _)| tap / window.kernel.1 == *down);
+                        let Some((tap, distance)) = taps.next() else { continue };
+                        let length = (1 + taps.count()) * window.channels;
+                        let (first, step) = (tap * window.channels, distance * window.channels);
+                        let mut tile: Tile = [[0.0; COLUMNS]; ROWS];
+                        for column in (0..length).step_by(COLUMNS) {
+                            let columns = COLUMNS.min(length - column);
+                            let shape = (some.len(), columns);
+                            // SAFETY: rows of `dy` have `outputs` numbers, and what lies under the line's taps
+                            // is inside of the image.
+                            unsafe {
+                                let operands = (dy.as_ptr().add(some.start), x.as_ptr().add(step + column));
+                                pairs(self.arch, shape, operands, &at[..range.len()], &mut tile);
+                            }
+                            for (output, sums) in some.clone().zip(&tile) {
+                                let from = output * elements + first + column;
+                                // SAFETY: as above.
+                                let row = unsafe { gradient.slice(from, columns) };
+                                row.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+                            }
                         }
                     }
                 }
@@ -309,12 +325,13 @@ impl CpuDevice {
 }
 
 /// Rows become the panel's columns, zeros where there are too few.
-fn turn<'a>(rows: impl ExactSizeIterator<Item = &'a [f32]>, panel: &mut [f32]) {
-    let there = rows.len();
-    for (column, row) in rows.enumerate() {
-        row.iter().zip(panel.chunks_exact_mut(COLUMNS)).for_each(|(value, out)| out[column] = *value);
-    }
-    if there < COLUMNS {
-        panel.chunks_exact_mut(COLUMNS).for_each(|out| out[there..].fill(0.0));
+fn turn<'a>(rows: impl ExactSizeIterator<Item = &'a [f32]> + Clone, panel: &mut [f32]) {
+    // As many terms at a time as one line of the cache has of each row.
+    for (index, panel) in panel.chunks_mut(16 * COLUMNS).enumerate() {
+        for (column, row) in rows.clone().enumerate() {
+            let terms = row[16 * index..].iter();
+            terms.zip(panel.chunks_exact_mut(COLUMNS)).for_each(|(value, out)| out[column] = *value);
+        }
+        panel.chunks_exact_mut(COLUMNS).for_each(|out| out[rows.len()..].fill(0.0));
     }
 }

@@ -249,8 +249,9 @@ pub(super) fn rectify_row(values: &mut [f32], words: &mut [i32]) {
     }
 }
 
+/// Likewise of up to 32 numbers, the first `width`.
 #[inline(always)]
-fn rectify_word(width: usize, values: &mut [f32]) -> i32 {
+pub(super) fn rectify_word(width: usize, values: &mut [f32]) -> i32 {
     let mut bits = 0;
     for (lane, value) in values[..width].iter_mut().enumerate() {
         bits |= if *value > 0.0 { 1 << lane } else { 0 };
