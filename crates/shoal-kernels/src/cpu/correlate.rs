@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use super::pixels::rectify_row;
 use super::reach::{Class, input_classes, output_classes, rows};
 use super::tile::{COLUMNS, ROWS, Run, Tile, pairs, rows_by_panel};
 use super::{CpuDevice, SCORES, cut};
@@ -34,10 +35,17 @@ unsafe impl<T> Sync for Shared<T> {}
 
 impl<T> Shared<T> {
     /// # Safety
+    /// The element lies inside.
+    unsafe fn at(self, element: usize) -> *mut T {
+        // SAFETY: by this function's contract.
+        unsafe { self.0.add(element) }
+    }
+
+    /// # Safety
     /// The elements lie inside, and nobody else touches them meanwhile.
     unsafe fn slice<'a>(self, first: usize, length: usize) -> &'a mut [T] {
         // SAFETY: by this function's contract.
-        unsafe { std::slice::from_raw_parts_mut(self.0.add(first), length) }
+        unsafe { std::slice::from_raw_parts_mut(self.at(first), length) }
     }
 }
 
@@ -139,7 +147,6 @@ impl Correlation<'_> {
         let tasks: Vec<(usize, usize)> =
             (0..words).flat_map(|word| (0..parts).map(move |part| (word, part))).collect();
         tasks.into_par_iter().for_each(|(word, part)| {
-            let (out, mask) = (out, mask);
             let block = word * COLUMNS..(word * COLUMNS + COLUMNS).min(outputs);
             let mut scratch = device.scratch();
             let panel = &mut scratch.floats_mut()[..PANEL_ROWS * COLUMNS];
@@ -162,11 +169,18 @@ impl Correlation<'_> {
                         // SAFETY: this task alone has the block's columns of the rows of its part.
                         let row = unsafe { out.slice(made * outputs + block.start, block.len()) };
                         let bias = bias.filter(|_| done).map(|bias| &bias[block.clone()]);
-                        add_sums(row, fresh, sums, bias);
-                        if let Some(mask) = mask.filter(|_| done) {
-                            // SAFETY: as above: a word is of one block.
-                            rectify(row, unsafe { &mut mask.slice(made * words + word, 1)[0] });
-                        }
+                        // SAFETY: as above: a word is of one block.
+                        let mut mask =
+                            mask.filter(|_| done).map(|mask| unsafe { mask.slice(made * words + word, 1) });
+                        device.arch.dispatch(
+                            #[inline(always)]
+                            || {
+                                add_sums(row, fresh, sums, bias);
+                                if let Some(word) = &mut mask {
+                                    rectify_row(row, word);
+                                }
+                            },
+                        );
                     });
                 }
             }
@@ -174,6 +188,8 @@ impl Correlation<'_> {
     }
 }
 
+/// A row takes its sums, and the bias after the last of them.
+#[inline(always)]
 fn add_sums(row: &mut [f32], fresh: bool, sums: &[f32; COLUMNS], bias: Option<&[f32]>) {
     if fresh {
         row.copy_from_slice(&sums[..row.len()]);
@@ -183,11 +199,6 @@ fn add_sums(row: &mut [f32], fresh: bool, sums: &[f32; COLUMNS], bias: Option<&[
     if let Some(bias) = bias {
         row.iter_mut().zip(bias).for_each(|(out, bias)| *out += bias);
     }
-}
-
-/// ReLU of up to 32 numbers, and their bits. NaN stays, so that the loss shows it.
-fn rectify(row: &mut [f32], word: &mut i32) {
-    super::pixels::rectify_row(row, std::slice::from_mut(word));
 }
 
 /// The window of a convolution with its filters, as the products see it.
@@ -278,7 +289,6 @@ impl CpuDevice {
         let fit = (GRADIENT_ELEMENTS / (ROWS * line)).max(1);
         let each = items.len().div_ceil(TASKS * self.threads()).min(fit);
         items.par_chunks(each).for_each(|items| {
-            let gradient = gradient;
             if !accumulate {
                 for (down, output) in
                     items.iter().flat_map(|(down, some)| some.clone().map(move |o| (down, o)))
@@ -300,21 +310,14 @@ impl CpuDevice {
                         let Some((tap, distance)) = taps.next() else { continue };
                         let length = (1 + taps.count()) * window.channels;
                         let (first, step) = (tap * window.channels, distance * window.channels);
-                        let mut tile: Tile = [[0.0; COLUMNS]; ROWS];
                         for column in (0..length).step_by(COLUMNS) {
-                            let columns = COLUMNS.min(length - column);
-                            let shape = (some.len(), columns);
-                            // SAFETY: rows of `dy` have `outputs` numbers, and what lies under the line's taps
-                            // is inside of the image.
+                            let shape = (some.len(), COLUMNS.min(length - column));
+                            // SAFETY: rows of `dy` have `outputs` numbers, what lies under the line's taps is
+                            // inside of the image, and these elements of the gradient are this task's.
                             unsafe {
                                 let operands = (dy.as_ptr().add(some.start), x.as_ptr().add(step + column));
-                                pairs(self.arch, shape, operands, &at[..range.len()], &mut tile);
-                            }
-                            for (output, sums) in some.clone().zip(&tile) {
-                                let from = output * elements + first + column;
-                                // SAFETY: as above.
-                                let row = unsafe { gradient.slice(from, columns) };
-                                row.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+                                let out = gradient.at(some.start * elements + first + column);
+                                pairs(self.arch, shape, operands, &at[..range.len()], (out, elements));
                             }
                         }
                     }

@@ -101,6 +101,7 @@ fn cut(total: usize, parts: usize, unit: usize) -> impl Iterator<Item = std::ops
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::convolutional::{Convolutional, Filters, Window};
     use crate::device::{
         AdamW, AttentionShape, Device, Gelu, Guard, LossMode, Mat, MatMut, NormKind, Updated,
     };
@@ -160,7 +161,24 @@ mod tests {
         };
         device.adamw(&settings, guard, &mut [updated]).unwrap();
         all.extend_from_slice(parameter.floats());
+        all.extend(convolved(&device, random));
         all
+    }
+
+    /// A convolution with its gradients, at sizes that leave parts of vectors and of tiles.
+    fn convolved(device: &CpuDevice, random: impl Fn(u64, usize) -> Tensor) -> Vec<f32> {
+        let (kernel, stride, padding) = ((3, 2), 1, (1, 0));
+        let window = Window { samples: 3, height: 7, width: 6, channels: 21, kernel, stride, padding };
+        let (rows, elements, outputs) = (window.rows(), window.elements(), 35);
+        let (x, dy) = (random(11, window.input_elements()), random(12, rows * outputs));
+        let (weight, bias) = (random(13, outputs * elements), random(14, outputs));
+        let (mut out, mut dx) = (random(15, dy.len()), random(16, x.len()));
+        let mut gradient = random(17, weight.len());
+        let filters = Filters { weight: &weight, outputs };
+        device.convolution(window, &x, filters, Some(&bias), None, None, &mut out).unwrap();
+        device.convolution_input_gradient(window, &dy, filters, None, &mut dx).unwrap();
+        device.convolution_weight_gradient(window, &x, &dy, None, (&mut gradient, true)).unwrap();
+        [out.floats(), dx.floats(), gradient.floats()].concat()
     }
 
     #[test]
