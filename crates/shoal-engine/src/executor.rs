@@ -45,6 +45,8 @@ pub struct Executor {
     step_number: Tensor,
     /// Samples read ahead, and the step they are for.
     ahead: (u64, HashMap<Samples, Loaded>),
+    /// Samples that every step is given, whichever it asks for.
+    held: HashMap<Samples, Loaded>,
 }
 
 /// Samples on the device.
@@ -80,6 +82,7 @@ impl Executor {
             correct,
             step_number,
             ahead: (0, HashMap::new()),
+            held: HashMap::new(),
         })
     }
 
@@ -166,7 +169,25 @@ impl Executor {
         }
     }
 
+    /// Reads the program's samples once, for all steps from now on: what is measured then is training alone.
+    pub fn hold_samples(&mut self, program: &Program, batch: &dyn Batch) -> Result {
+        for instruction in &program.instructions {
+            if let Op::Load { samples } = instruction.op {
+                let loaded = self.read(batch, samples)?;
+                self.held.insert(samples, loaded);
+            }
+        }
+        Ok(())
+    }
+
     fn load(&mut self, step: &mut Step, samples: Samples) -> Result {
+        if let Some(Loaded { inputs, targets, count }) = self.held.get(&samples) {
+            let (inputs, targets, count) = (inputs.share(), targets.share(), *count);
+            step.outcome.targets += count;
+            step.put(Value::Inputs(samples), Stored::Tensor(inputs));
+            step.put(Value::Targets(samples), Stored::Tensor(targets));
+            return Ok(());
+        }
         let ahead = if self.ahead.0 == step.input.step { self.ahead.1.remove(&samples) } else { None };
         let Loaded { inputs, targets, count } = match ahead.filter(|_| step.training) {
             Some(loaded) => loaded,

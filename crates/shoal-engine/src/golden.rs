@@ -21,7 +21,7 @@ use shoal_plan::{
 use shoal_state::hugging_face::Folder;
 
 use crate::error::{EngineError, Result};
-use crate::executor::{Batch, Executor, StepInput};
+use crate::executor::{Batch, Executor, Replay, StepInput};
 use crate::import::import;
 use crate::state::ModelState;
 
@@ -59,6 +59,8 @@ pub struct GoldenSettings {
     pub layer_first: bool,
     pub device: GoldenDevice,
     pub precision: Precision,
+    /// What the device may start at once.
+    pub replay: Replay,
 }
 
 /// Differences from the reference, each relative to what the reference says.
@@ -354,7 +356,9 @@ impl Bench<'_> {
         let mut state =
             ModelState::allocate(&*device, self.chain, sequence, self.settings.precision, optimizer)?;
         import(self.folder, &*device, self.chain, &mut state)?;
-        Executor::new(device, self.chain.clone(), sequence, state)
+        let mut executor = Executor::new(device, self.chain.clone(), sequence, state)?;
+        executor.set_replay(self.settings.replay);
+        Ok(executor)
     }
 
     /// A fixed one: the models are small and few steps are taken.

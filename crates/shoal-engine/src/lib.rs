@@ -25,7 +25,7 @@ pub mod run;
 pub mod state;
 
 pub use error::EngineError;
-pub use executor::{Executor, StepInput, StepOutcome};
+pub use executor::{Executor, Replay, StepInput, StepOutcome};
 pub use loss_scale::LossScale;
 pub use run::{Interval, Run, RunEvent, RunSettings, StopReason};
 pub use state::ModelState;

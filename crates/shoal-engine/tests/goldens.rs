@@ -4,6 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
+use shoal_engine::Replay;
 use shoal_engine::golden::{EXACT, GoldenDevice, GoldenSettings, HALF_GRADIENT, check};
 use shoal_kernels::CudaDevice;
 use shoal_model::Precision;
@@ -16,37 +17,46 @@ fn golden(model: &str) -> PathBuf {
     std::env::var_os("SHOAL_GOLDENS").map_or_else(beside, PathBuf::from).join(model)
 }
 
-fn compare_on(model: &str, device: GoldenDevice, precision: Precision, tolerance: f64) -> f64 {
-    compare_cut(model, &[1, 2, 3, 4], device, precision, tolerance)
+/// Micro-batches to cut a model's batch into.
+fn cuts(model: &str) -> &'static [usize] {
+    match model {
+        "vgg" | "resnet" => &[3, 8],
+        _ => &[1, 2, 3, 4],
+    }
 }
 
-fn compare_cut(
-    model: &str,
-    micro_batches: &[usize],
-    device: GoldenDevice,
-    precision: Precision,
-    tolerance: f64,
-) -> f64 {
+/// What a device may start at once.
+fn replays(device: GoldenDevice) -> &'static [Replay] {
+    match device {
+        GoldenDevice::Cpu { .. } => &[Replay::Nothing],
+        GoldenDevice::Cuda { .. } => &[Replay::Nothing, Replay::Step, Replay::Instruction],
+    }
+}
+
+fn compare_on(model: &str, device: GoldenDevice, precision: Precision, tolerance: f64) -> f64 {
     let mut worst_of_all = 0.0f64;
-    for micro_batch in micro_batches.iter().copied() {
+    for micro_batch in cuts(model).iter().copied() {
         for activations in [Activations::Keep, Activations::Recompute] {
             for layer_first in [false, true] {
-                let settings = GoldenSettings {
-                    micro_batch: Some(micro_batch),
-                    activations: Some(activations),
-                    layer_first,
-                    device,
-                    precision,
-                };
-                let report =
-                    check(&golden(model), settings).unwrap_or_else(|error| panic!("{model}: {error}"));
-                let worst = match precision {
-                    Precision::Fp32 => report.worst_of_all(),
-                    _ => report.worst_loss().max(report.whole_gradient),
-                };
-                let agrees = report.agrees(precision) && worst <= tolerance;
-                assert!(agrees, "{model}, {settings:?}: {worst:e}\n{report:#?}");
-                worst_of_all = worst_of_all.max(worst);
+                for replay in replays(device) {
+                    let settings = GoldenSettings {
+                        micro_batch: Some(micro_batch),
+                        activations: Some(activations),
+                        layer_first,
+                        device,
+                        precision,
+                        replay: *replay,
+                    };
+                    let report =
+                        check(&golden(model), settings).unwrap_or_else(|error| panic!("{model}: {error}"));
+                    let worst = match precision {
+                        Precision::Fp32 => report.worst_of_all(),
+                        _ => report.worst_loss().max(report.whole_gradient),
+                    };
+                    let agrees = report.agrees(precision) && worst <= tolerance;
+                    assert!(agrees, "{model}, {settings:?}: {worst:e}\n{report:#?}");
+                    worst_of_all = worst_of_all.max(worst);
+                }
             }
         }
     }
@@ -101,13 +111,13 @@ fn vit_agrees_with_transformers() {
 
 #[test]
 fn vgg_agrees_with_torchvision() {
-    compare_cut("vgg", &[1, 3, 8], GoldenDevice::Cpu { threads: 2 }, Precision::Fp32, 1e-4);
+    compare("vgg");
 }
 
-/// Its batch norms are of the whole batch, which is not cut.
+/// Its batch norms are of the whole batch, however that is cut.
 #[test]
 fn resnet_agrees_with_torchvision() {
-    compare_cut("resnet", &[8], GoldenDevice::Cpu { threads: 2 }, Precision::Fp32, 1e-4);
+    compare("resnet");
 }
 
 #[test]
@@ -133,4 +143,14 @@ fn bert_agrees_on_a_gpu() {
 #[test]
 fn vit_agrees_on_a_gpu() {
     compare_on_gpu("vit");
+}
+
+#[test]
+fn vgg_agrees_on_a_gpu() {
+    compare_on_gpu("vgg");
+}
+
+#[test]
+fn resnet_agrees_on_a_gpu() {
+    compare_on_gpu("resnet");
 }

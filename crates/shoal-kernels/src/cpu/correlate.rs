@@ -18,6 +18,10 @@ const PANEL_ROWS: usize = SCORES / COLUMNS;
 /// Rows whose products are summed before they are added to the filters' gradient.
 const SUMMED_ROWS: usize = 128;
 
+/// Terms that are added one after the other; their sums are added up after. Rounding grows with the root of both
+/// numbers, not of their product.
+const SUMMED_TERMS: usize = 64;
+
 /// Pieces of work for each thread, so that one that falls behind does not hold up the others.
 const TASKS: usize = 3;
 
@@ -112,7 +116,8 @@ impl Correlation<'_> {
         panel: &[f32],
         mut finish: impl FnMut(usize, &[f32; COLUMNS]),
     ) {
-        let mut tile: Tile = [[0.0; COLUMNS]; ROWS];
+        let parts = parts(runs);
+        let (mut tile, mut part): (Tile, Tile) = ([[0.0; COLUMNS]; ROWS], [[0.0; COLUMNS]; ROWS]);
         for some in cut(range.len(), range.len().div_ceil(ROWS), 1) {
             let (mut starts, mut made) = ([self.x.as_ptr(); ROWS], [0; ROWS]);
             let rows = rows(class, range.start + some.start, self.pixels).take(some.len());
@@ -120,8 +125,15 @@ impl Correlation<'_> {
                 made[row] = pixel;
                 starts[row] = self.x[under * self.channels..].as_ptr();
             }
-            // SAFETY: a class's taps lie on pixels of the image, and the panel has all their terms.
-            unsafe { rows_by_panel(device.arch, some.len(), &starts, runs, panel.as_ptr(), &mut tile) };
+            for (index, runs) in parts.iter().enumerate() {
+                let to = if index == 0 { &mut tile } else { &mut part };
+                // SAFETY: a class's taps lie on pixels of the image, and the panel has all their terms.
+                unsafe { rows_by_panel(device.arch, some.len(), &starts, runs, panel.as_ptr(), to) };
+                if index > 0 {
+                    let sums = tile[..some.len()].as_flattened_mut().iter_mut();
+                    sums.zip(part.as_flattened()).for_each(|(sum, part)| *sum += part);
+                }
+            }
             made[..some.len()].iter().zip(&tile).for_each(|(made, sums)| finish(*made, sums));
         }
     }
@@ -186,6 +198,29 @@ impl Correlation<'_> {
             }
         });
     }
+}
+
+/// The same terms in parts of at most [`SUMMED_TERMS`]; one, empty, where there are none.
+fn parts(runs: &[Run]) -> Vec<Vec<Run>> {
+    let (mut parts, mut room) = (vec![Vec::new()], SUMMED_TERMS);
+    for run in runs {
+        let mut rest = *run;
+        while rest.length > 0 {
+            if room == 0 {
+                parts.push(Vec::new());
+                room = SUMMED_TERMS;
+            }
+            let length = rest.length.min(room);
+            parts.last_mut().expect("there is one from the start").push(Run { length, ..rest });
+            rest = Run {
+                panel_row: rest.panel_row + length,
+                step: rest.step + length,
+                length: rest.length - length,
+            };
+            room -= length;
+        }
+    }
+    parts
 }
 
 /// A row takes its sums, and the bias after the last of them.

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::ValueEnum;
 use serde_json::json;
+use shoal_engine::Replay;
 use shoal_engine::golden::{GoldenDevice, GoldenSettings, check};
 use shoal_model::Precision;
 use shoal_plan::Activations;
@@ -21,6 +22,13 @@ enum Kept {
 enum Where {
     Cpu,
     Cuda,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Graphs {
+    Off,
+    Step,
+    Instruction,
 }
 
 /// What fp32 must come to unless the command line says otherwise.
@@ -43,6 +51,9 @@ pub struct Options {
     /// What to compute on
     #[arg(long, value_enum, default_value_t = Where::Cpu)]
     device: Where,
+    /// What a GPU starts at once: a step as a CUDA graph, or each instruction as one
+    #[arg(long, value_enum, default_value_t = Graphs::Off)]
+    graphs: Graphs,
     /// What to compute in: fp32, tf32, bf16 or fp16
     #[arg(long, default_value = "fp32")]
     precision: Precision,
@@ -67,6 +78,11 @@ pub fn run(options: Options) -> Result {
             Where::Cuda => GoldenDevice::Cuda { ordinal: 0 },
         },
         precision: options.precision,
+        replay: match options.graphs {
+            Graphs::Off => Replay::Nothing,
+            Graphs::Step => Replay::Step,
+            Graphs::Instruction => Replay::Instruction,
+        },
     };
     let precision = settings.precision;
     if matches!(options.device, Where::Cpu) && precision.is_half() {
