@@ -1,4 +1,4 @@
-//! A trained model on disk: a run folder or a Hugging Face folder, seen alike by whoever reads one.
+//! A trained model on disk: a run folder or a model's own, seen alike by whoever reads one.
 
 use std::path::{Path, PathBuf};
 
@@ -8,7 +8,8 @@ use shoal_engine::identity::Identity;
 use shoal_engine::import::import;
 use shoal_engine::{EngineError, ModelState};
 use shoal_kernels::Device;
-use shoal_model::{Chain, ConfigError, ModelConfig, hugging_face};
+use shoal_model::model::CONFIG_FILE;
+use shoal_model::{Chain, ConfigError, Model, shape};
 use shoal_state::checkpoint::{Checkpoint, Store};
 use shoal_state::hugging_face::Folder;
 
@@ -22,8 +23,8 @@ enum Source {
 
 pub struct ModelFolder {
     pub path: PathBuf,
-    pub config: ModelConfig,
-    /// As `config.json` has it.
+    pub model: Model,
+    /// As `config.json` or `shape.json` has it.
     pub raw_config: Value,
     source: Source,
     /// The tokenizer a run was trained with.
@@ -39,14 +40,15 @@ impl ModelFolder {
         if !path.is_dir() {
             return Err(CliError::said(
                 format!("{}: there is no such folder", path.display()),
-                "name a run folder (checkpoint.to of the job) or a Hugging Face folder",
+                "name a run folder (checkpoint.to of the job) or a model's folder",
             ));
         }
-        let folder = Folder::open(path)?;
+        let file = if path.join(shape::FILE).is_file() { shape::FILE } else { CONFIG_FILE };
+        let folder = Folder::described_by(path, file)?;
         let raw_config = folder.config().clone();
-        let config = hugging_face::read(&raw_config).map_err(config_error(&path.join("config.json")))?;
+        let model = Model::read(&raw_config).map_err(config_error(&path.join(file)))?;
         let source = Source::Folder(Box::new(folder));
-        Ok(ModelFolder { path: path.to_owned(), config, raw_config, source, trained_with: None })
+        Ok(ModelFolder { path: path.to_owned(), model, raw_config, source, trained_with: None })
     }
 
     fn open_run(path: &Path, identity: Identity, step: Option<u64>) -> Result<ModelFolder> {
@@ -65,10 +67,10 @@ impl ModelFolder {
             Some(step) => store.load(step)?,
             None => store.latest()?.ok_or_else(none)?.0,
         };
-        let config = hugging_face::read(&identity.config).map_err(config_error(&path.join("run.json")))?;
+        let model = Model::read(&identity.config).map_err(config_error(&path.join("run.json")))?;
         let trained_with = identity.free.get("data.tokenizer").and_then(Value::as_str).map(str::to_owned);
         let source = Source::Run(Box::new(checkpoint));
-        Ok(ModelFolder { path: path.to_owned(), config, raw_config: identity.config, source, trained_with })
+        Ok(ModelFolder { path: path.to_owned(), model, raw_config: identity.config, source, trained_with })
     }
 
     /// The checkpoint's step, for a run.
@@ -108,7 +110,7 @@ impl ModelFolder {
         if let Some(file) = self.tokenizer_file() {
             return Ok(Tokenizer::load(&file.to_string_lossy(), Path::new("."))?);
         }
-        if self.trained_with.as_deref() == Some("bytes") || self.config.vocabulary == 256 {
+        if self.trained_with.as_deref() == Some("bytes") || self.model.vocabulary() == 256 {
             return Ok(Tokenizer::Bytes);
         }
         Err(CliError::said(

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use serde_json::json;
 use shoal_engine::identity::Identity;
 use shoal_engine::{Run, RunEvent, RunSettings, StopReason};
-use shoal_model::{Chain, Precision, hugging_face};
+use shoal_model::{Chain, Precision};
 use shoal_plan::Planned;
 use shoal_state::checkpoint::Store;
 
@@ -154,8 +154,8 @@ pub fn train(
     quiet: bool,
     stop: &AtomicBool,
 ) -> Result<Summary> {
-    let chain = Chain::new(&job.config);
-    let config = hugging_face::write(&job.config, job.original_config.as_ref());
+    let chain = job.model.chain();
+    let config = job.model.write(job.original_config.as_ref());
     // Another job's folder is refused before anything is written into it.
     let there = Identity::read(&job.run_folder)?;
     if let Some(there) = &there {

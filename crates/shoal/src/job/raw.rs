@@ -20,6 +20,9 @@ pub(super) struct Model {
     pub from: Option<String>,
     pub preset: Option<String>,
     pub init: Option<String>,
+    /// For models of images, in place of the preset's or the folder's.
+    pub classes: Option<usize>,
+    pub image_size: Option<usize>,
     pub dropout: Option<f32>,
 }
 
