@@ -233,7 +233,7 @@ fn open_images(
     cache: &Path,
     progress: Preparing,
 ) -> Result<JobData> {
-    let mut open = |source: &Path, variation: Option<Variation>| -> Result<Dataset> {
+    let mut open = |source: &Path, variation: Option<Variation>, class_names| -> Result<Dataset> {
         let spec = ImageSpec {
             source: source.to_owned(),
             shape: [image.channels, image.size, image.size],
@@ -242,12 +242,15 @@ fn open_images(
             mean: reading.mean.clone(),
             deviation: reading.std.clone(),
             variation,
+            class_names,
         };
         Ok(Dataset::open_images(&spec, progress)?)
     };
     let (flip, crop_padding) = (reading.flip, reading.crop_padding);
-    let train = open(&job.train_data, Some(Variation { seed: job.seed, flip, crop_padding }))?;
-    let eval = job.eval.as_ref().map(|(source, _)| open(source, None)).transpose()?;
+    let train = open(&job.train_data, Some(Variation { seed: job.seed, flip, crop_padding }), None)?;
+    // A held-out folder's classes have the numbers that training gives them.
+    let names = train.class_names().map(<[String]>::to_vec);
+    let eval = job.eval.as_ref().map(|(source, _)| open(source, None, names)).transpose()?;
     Ok(JobData { train, eval })
 }
 
