@@ -1,7 +1,7 @@
 //! Any model a job can name: a transformer, which `config.json` describes, or a convolutional one, which
 //! `shape.json` does. Whoever trains, plans or exports asks here and need not know which.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::chain::Chain;
 use crate::config::{Architecture, Dropout, ImageShape, ModelConfig};
@@ -42,6 +42,16 @@ impl Model {
         match self {
             Model::Transformer(config) => hugging_face::write(config, original),
             Model::Convolutional(model) => model.write(),
+        }
+    }
+
+    /// Puts names of classes into a description that has a place for them.
+    pub fn name_classes(&self, names: &[String], described: &mut Value) {
+        if matches!(self, Model::Transformer(config) if config.image.is_some()) {
+            let by_number = names.iter().enumerate().map(|(class, name)| (class.to_string(), json!(name)));
+            let by_name = names.iter().enumerate().map(|(class, name)| (name.clone(), json!(class)));
+            described["id2label"] = by_number.collect();
+            described["label2id"] = by_name.collect();
         }
     }
 

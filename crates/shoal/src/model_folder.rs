@@ -14,6 +14,11 @@ use shoal_state::checkpoint::{Checkpoint, Store};
 use shoal_state::hugging_face::Folder;
 
 use crate::error::{CliError, Result};
+use crate::job::{CLASSES_KEY, IMAGES_KEY};
+use crate::preprocessor;
+
+/// The names of a convolutional model's classes, a list.
+const CLASSES_FILE: &str = "classes.json";
 
 /// Where the parameters are.
 enum Source {
@@ -27,8 +32,10 @@ pub struct ModelFolder {
     /// As `config.json` or `shape.json` has it.
     pub raw_config: Value,
     source: Source,
-    /// The tokenizer a run was trained with.
+    /// What a run was trained with: the tokenizer, how images were normalised, the names of classes.
     trained_with: Option<String>,
+    reading: Option<Value>,
+    classes: Option<Value>,
 }
 
 impl ModelFolder {
@@ -48,7 +55,15 @@ impl ModelFolder {
         let raw_config = folder.config().clone();
         let model = Model::read(&raw_config).map_err(config_error(&path.join(file)))?;
         let source = Source::Folder(Box::new(folder));
-        Ok(ModelFolder { path: path.to_owned(), model, raw_config, source, trained_with: None })
+        Ok(ModelFolder {
+            path: path.to_owned(),
+            model,
+            raw_config,
+            source,
+            trained_with: None,
+            reading: None,
+            classes: None,
+        })
     }
 
     fn open_run(path: &Path, identity: Identity, step: Option<u64>) -> Result<ModelFolder> {
@@ -70,7 +85,15 @@ impl ModelFolder {
         let model = Model::read(&identity.config).map_err(config_error(&path.join("run.json")))?;
         let trained_with = identity.free.get("data.tokenizer").and_then(Value::as_str).map(str::to_owned);
         let source = Source::Run(Box::new(checkpoint));
-        Ok(ModelFolder { path: path.to_owned(), model, raw_config: identity.config, source, trained_with })
+        Ok(ModelFolder {
+            path: path.to_owned(),
+            model,
+            source,
+            trained_with,
+            reading: identity.fixed.get(IMAGES_KEY).cloned(),
+            classes: identity.free.get(CLASSES_KEY).cloned(),
+            raw_config: identity.config,
+        })
     }
 
     /// The checkpoint's step, for a run.
@@ -94,6 +117,27 @@ impl ModelFolder {
                 state.fill(device, chain, |spec, out| Ok(checkpoint.read(&spec.name, "parameter", out)?))
             }
         }
+    }
+
+    /// Files beside weights and description: the tokenizer, or how images are prepared where no run says it.
+    pub fn files_beside(&self) -> Vec<PathBuf> {
+        let prepared = self.path.join(preprocessor::FILE);
+        let prepared = Some(prepared).filter(|path| self.reading.is_none() && path.is_file());
+        self.tokenizer_file().into_iter().chain(prepared).collect()
+    }
+
+    /// What is known of the images and classes of a run, as files to write.
+    pub fn documents(&self) -> Vec<(&'static str, Value)> {
+        let mut documents = Vec::new();
+        if let (Some(image), Some(reading)) = (self.model.image(), &self.reading) {
+            let prepared = preprocessor::write(&reading["mean"], &reading["std"], image.size);
+            documents.push((preprocessor::FILE, prepared));
+        }
+        // A ViT's config.json has the names itself.
+        if let (Model::Convolutional(_), Some(classes)) = (&self.model, &self.classes) {
+            documents.push((CLASSES_FILE, classes.clone()));
+        }
+        documents
     }
 
     /// The `tokenizer.json` that belongs to the model, if there is one.

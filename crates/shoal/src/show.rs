@@ -58,6 +58,17 @@ pub fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
+/// Samples that are images.
+fn images(data: &Dataset, size: usize) -> String {
+    let count = grouped(data.len());
+    match data.kept_bytes_max() {
+        0 => format!("{count} images of {size} x {size}"),
+        kept => {
+            format!("{count} pictures, shown as {size} x {size}; up to {} of them kept", bytes_text(kept))
+        }
+    }
+}
+
 /// What a model is made of.
 fn layers(model: &Model, chain: &Chain) -> String {
     match model {
@@ -94,7 +105,7 @@ pub fn banner(
         ),
         Some(image) => (
             "classes",
-            format!("{} images of {} x {}", grouped(data.len()), image.size, image.size),
+            images(data, image.size),
             format!("{} images", job.global_batch),
             format!("{} images", short((job.steps * job.global_batch as u64) as f64)),
         ),

@@ -51,11 +51,12 @@ pub fn run(options: Options) -> Result {
             data: held.parameter.floats(),
         })
         .collect();
-    let extra: Vec<PathBuf> = model.tokenizer_file().into_iter().collect();
+    let extra = model.files_beside();
     let config = model.model.write(Some(&model.raw_config));
     let settings = ExportOptions {
         replace: options.replace,
         config_file: model.model.file(),
+        documents: model.documents(),
         ..ExportOptions::default()
     };
     let exported = export(&options.dir, &config, &tensors, &extra, &settings)?;

@@ -29,7 +29,7 @@ const KEYS: &[(&str, &[&str])] = &[
         ],
     ),
     ("train.optimizer", &["kind", "lr", "betas", "eps", "momentum", "weight_decay", "decay", "clip_norm"]),
-    ("train.schedule", &["kind", "warmup", "final"]),
+    ("train.schedule", &["kind", "warmup", "final", "factor", "every", "at", "rise", "start"]),
     ("checkpoint", &["to", "every", "keep"]),
     ("eval", &["data", "every"]),
     ("plan", &["micro_batch", "activations", "order", "memory", "threads", "device"]),

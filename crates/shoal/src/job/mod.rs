@@ -3,11 +3,15 @@
 //! - [`keys`]: every key there is; a misspelt one is an error that suggests the nearest.
 //! - [`raw`]: the file as serde reads it.
 //! - [`model`]: what `[model]` names.
+//! - [`images`]: how samples that are images are read.
+//! - [`schedule`]: learning rates by step.
 //! - [`units`]: intervals and sizes as people write them.
 
+mod images;
 mod keys;
 mod model;
 mod raw;
+mod schedule;
 mod units;
 
 use std::collections::BTreeMap;
@@ -18,12 +22,16 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use shoal_engine::Interval;
 use shoal_model::{Model, Precision, UnknownPrecision};
-use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule, ScheduleKind};
+use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule};
 use shoal_plan::{Activations, Preferences};
 
 use crate::error::{CliError, Result};
 
 pub use units::{bytes as parse_bytes, bytes_text, duration_text};
+
+/// What a run folder calls how images were read, and the names of their classes.
+pub const IMAGES_KEY: &str = "data (of images)";
+pub const CLASSES_KEY: &str = "data (names of classes)";
 
 /// Where parameters come from.
 #[derive(Clone, Debug, PartialEq)]
@@ -143,7 +151,7 @@ impl Job {
             ("train.optimizer.kind".to_owned(), json!(self.optimizer.state_names())),
         ]);
         if let Some(images) = &self.images {
-            keys.insert("data (of images)".to_owned(), json!(images));
+            keys.insert(IMAGES_KEY.to_owned(), json!(images));
             keys.insert("train.label_smoothing".to_owned(), json!(self.model.label_smoothing()));
         }
         keys
@@ -193,7 +201,8 @@ impl Validator<'_> {
         };
         let (mut model, original_config, weights) = self.model(&raw.model, base)?;
         let data = raw.data;
-        let images = self.images(&data, &model)?;
+        let folder = raw.model.from.as_deref().map(|from| join(base, from));
+        let images = self.images(&data, &model, folder.as_deref())?;
         let sequence = self.sequence(data.sequence, &model)?;
         let train = raw.train;
         if let Some(smoothing) = train.label_smoothing {
@@ -294,53 +303,6 @@ impl Validator<'_> {
         }
     }
 
-    /// How images are read, where the model takes images.
-    fn images(&self, raw: &raw::Data, model: &Model) -> Result<Option<ImageReading>> {
-        let Some(image) = model.image() else {
-            let set = [
-                ("data.mean", raw.mean.is_some()),
-                ("data.std", raw.std.is_some()),
-                ("data.flip", raw.flip.is_some()),
-                ("data.crop_padding", raw.crop_padding.is_some()),
-            ];
-            return match set.into_iter().find(|(_, is_set)| *is_set) {
-                Some((key, _)) => Err(self.bad(key, "is set, but the model takes tokens", "leave it out")),
-                None => Ok(None),
-            };
-        };
-        let (mean, std) = (
-            self.channels("data.mean", raw.mean.as_ref(), image.channels)?,
-            self.channels("data.std", raw.std.as_ref(), image.channels)?,
-        );
-        if let Some(zero) = std.iter().find(|std| **std <= 0.0) {
-            return Err(self.bad(
-                "data.std",
-                format!("is {zero}"),
-                "channels are divided by it: it is positive",
-            ));
-        }
-        let crop_padding = raw.crop_padding.unwrap_or(0);
-        if crop_padding > image.size {
-            let hint = "images are shifted by at most their own size";
-            return Err(self.bad("data.crop_padding", format!("is {crop_padding}"), hint));
-        }
-        Ok(Some(ImageReading { mean, std, flip: raw.flip.unwrap_or(false), crop_padding }))
-    }
-
-    /// A number a channel; transformers' processor for ViT has 0.5 for all.
-    fn channels(&self, key: &str, raw: Option<&raw::Channels>, channels: usize) -> Result<Vec<f32>> {
-        let numbers = match raw {
-            None => vec![0.5; channels],
-            Some(raw::Channels::All(number)) => vec![*number; channels],
-            Some(raw::Channels::Each(numbers)) => numbers.clone(),
-        };
-        if numbers.len() != channels || numbers.iter().any(|number| !number.is_finite()) {
-            let hint = format!("write one number, or {channels}: one a channel");
-            return Err(self.bad(key, format!("is {numbers:?}"), hint));
-        }
-        Ok(numbers)
-    }
-
     fn optimizer(&self, raw: raw::Optimizer) -> Result<OptimizerSettings> {
         let key = |name: &str| format!("train.optimizer.{name}");
         let bad = |name: &str, value: f64, hint: &str| Err(self.bad(&key(name), format!("is {value}"), hint));
@@ -391,23 +353,6 @@ impl Validator<'_> {
             decay,
             clip_norm: raw.clip_norm,
         })
-    }
-
-    fn schedule(&self, raw: raw::Schedule) -> Result<Schedule> {
-        let kind = match raw.kind.as_str() {
-            "constant" => ScheduleKind::Constant,
-            "linear" => ScheduleKind::Linear,
-            "cosine" => ScheduleKind::Cosine,
-            other => {
-                let hint = "set it to \"constant\", \"linear\" or \"cosine\"";
-                return Err(self.bad("train.schedule.kind", format!("is \"{other}\""), hint));
-            }
-        };
-        if !(0.0..=1.0).contains(&raw.final_share) {
-            let hint = "it is the share of the peak rate left at the end, in 0..1";
-            return Err(self.bad("train.schedule.final", format!("is {}", raw.final_share), hint));
-        }
-        Ok(Schedule { kind, warmup: raw.warmup, final_share: raw.final_share })
     }
 
     fn preferences(&self, raw: &raw::Plan) -> Result<Preferences> {
