@@ -158,3 +158,26 @@ fn what_is_wrong_with_a_picture_is_told_before_training() {
     train(&[]).fails(&["train/stray.png"], "one a class");
     assert!(metrics(&folder.join("run")).is_empty(), "nothing was trained");
 }
+
+/// The job that the README shows, on folders as it describes them.
+#[test]
+fn the_readmes_job_is_planned_and_trains() {
+    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
+    let (_, section) = readme.split_once("## Train on pictures").unwrap();
+    let job: String = section
+        .lines()
+        .skip_while(|line| !line.starts_with("    [model]"))
+        .take_while(|line| line.is_empty() || line.starts_with("    "))
+        .map(|line| format!("{}\n", line.trim_start()))
+        .collect();
+    let folder = Folder::with_job(&job);
+    for (class, name) in ["crab", "gull"].iter().enumerate() {
+        for part in ["train", "held-out"] {
+            let bytes = picture(class, class as u64, ImageFormat::Png);
+            folder.write(&format!("pictures/{part}/{name}/1.png"), bytes);
+        }
+    }
+    let settings = ["--set", "train.steps=1", "--set", "train.global_batch=2", "--set", "plan.device=cpu"];
+    folder.shoal(&[&["plan", "job.toml"], &settings[..]].concat()).succeeds();
+    folder.shoal(&[&["train", "job.toml"], &settings[..]].concat()).succeeds();
+}

@@ -40,9 +40,7 @@ impl Validator<'_> {
             (None | Some("checkpoint"), Some(path)) => {
                 let (before, now) = (imported.image(), model.image());
                 if let (true, Some(before)) = (before != now && model.is_bound_to_size(), before) {
-                    let hint = format!(
-                        "leave it out, or set init = \"random\": only a ResNet's weights fit any size"
-                    );
+                    let hint = "leave it out, or set init = \"random\": only a ResNet's weights fit any size";
                     let what =
                         format!("is set, but the weights in {} are for {}", path.display(), before.size);
                     return Err(self.bad("model.image_size", what, hint));
