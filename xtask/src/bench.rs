@@ -1,16 +1,17 @@
 //! Training speed on this machine's processor, beside PyTorch's from the same minutes, over shapes from wide
-//! to small: `shoal bench`, three times.
+//! to small and on a model of images: `shoal bench`, four times.
 
 use std::env;
 use std::process::{Command, Stdio};
 
 use crate::{cargo, root};
 
-/// (gpt2:width,layers,heads,vocabulary; sequence; batch)
-const SHAPES: [(&str, &str, &str); 3] = [
-    ("gpt2:768,12,12,50257", "256", "4"),
-    ("gpt2:512,8,8,8192", "256", "8"),
-    ("gpt2:384,6,6,256", "256", "16"),
+/// A model (gpt2:width,layers,heads,vocabulary), and the size and number of its samples.
+const SHAPES: [[&str; 5]; 4] = [
+    ["gpt2:768,12,12,50257", "--sequence", "256", "--batch", "4"],
+    ["gpt2:512,8,8,8192", "--sequence", "256", "--batch", "8"],
+    ["gpt2:384,6,6,256", "--sequence", "256", "--batch", "16"],
+    ["resnet18", "--image-size", "64", "--batch", "32"],
 ];
 
 /// A Python that has PyTorch.
@@ -26,9 +27,9 @@ pub fn cpu() -> Result<(), String> {
     if python.is_none() {
         eprintln!("no Python with PyTorch found: our figures alone (set PYTHON to name one)");
     }
-    for (model, sequence, batch) in SHAPES {
+    for shape in SHAPES {
         let mut command = Command::new(root().join("target/release/shoal"));
-        command.args(["bench", model, "--device", "cpu", "--sequence", sequence, "--batch", batch]);
+        command.arg("bench").args(shape).args(["--device", "cpu"]);
         if let Some(python) = &python {
             command.args(["--peer", python]);
         }

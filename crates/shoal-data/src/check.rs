@@ -1,9 +1,10 @@
-//! The one pass over files that hold tokens or images already: every id is looked at before training starts, so that
+//! The one pass over files that hold tokens or images already: every one is looked at before training starts, so that
 //! a file made for another model is refused in the first minute and not at the step that meets the id. What
 //! was found is noted in the cache, so the pass is not repeated for files that have not changed.
 
 use crate::error::{Error, Result};
 use crate::images::Images;
+use crate::pictures::Pictures;
 use crate::prepare::Claim;
 use crate::rows::Rows;
 use crate::source::Source;
@@ -17,6 +18,9 @@ const RECIPE: &str = "checked 1";
 
 /// Tokens looked at at once.
 const BLOCK_TOKENS: usize = 1 << 18;
+
+/// Pictures that a thread decodes before the others are waited for.
+const PICTURES_EACH: u64 = 32;
 
 /// What the pass found.
 #[derive(Serialize, Deserialize)]
@@ -32,6 +36,7 @@ pub(crate) enum Subject<'a> {
     Stream(&'a Stream),
     Rows { rows: &'a Rows, sequence: usize },
     Images(&'a Images),
+    Pictures(&'a Pictures),
 }
 
 /// The note on `source` in the cache if it has one that holds for `vocabulary`, else a new one. `reading`
@@ -57,6 +62,7 @@ pub(crate) fn check(
         Subject::Stream(stream) => check_stream(stream, source.bytes(), progress)?,
         Subject::Rows { rows, sequence } => check_rows(rows, *sequence, source.bytes(), progress)?,
         Subject::Images(images) => check_images(images, source.bytes(), progress)?,
+        Subject::Pictures(pictures) => check_pictures(pictures, source.bytes(), progress)?,
     };
     source.require_unchanged()?;
     let note = serde_json::to_vec(&checked).map_err(|error| Error::io("write", &name, error.into()))?;
@@ -132,6 +138,38 @@ fn check_images(images: &Images, bytes: u64, progress: &mut dyn FnMut(u64, u64))
         progress(share(bytes, index + 1, images.count), bytes);
     }
     Ok(Checked { largest: i64::from(largest), content: hasher.finalize().to_hex().to_string() })
+}
+
+/// Decodes every picture, on all processors, a block at a time.
+fn check_pictures(pictures: &Pictures, bytes: u64, progress: &mut dyn FnMut(u64, u64)) -> Result<Checked> {
+    let mut hasher = blake3::Hasher::new();
+    for name in &pictures.classes {
+        hasher.update(&(name.len() as u64).to_le_bytes());
+        hasher.update(name.as_bytes());
+    }
+    let processors = std::thread::available_parallelism().map_or(1, usize::from) as u64;
+    let mut first = 0;
+    while first < pictures.count() {
+        let end = (first + processors * PICTURES_EACH).min(pictures.count());
+        let hashes = |worker: u64| -> Result<Vec<blake3::Hash>> {
+            let from = (first + worker * PICTURES_EACH).min(end);
+            let to = (from + PICTURES_EACH).min(end);
+            (from..to).map(|index| Ok(pictures.decode(index)?.1)).collect()
+        };
+        let block: Result<Vec<Vec<blake3::Hash>>> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..processors).map(|worker| scope.spawn(move || hashes(worker))).collect();
+            let ended = threads.into_iter().map(|thread| thread.join());
+            ended.map(|ended| ended.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        });
+        for (index, hash) in (first..end).zip(block?.iter().flatten()) {
+            hasher.update(&pictures.label(index).to_le_bytes());
+            hasher.update(hash.as_bytes());
+        }
+        first = end;
+        progress(share(bytes, first, pictures.count()), bytes);
+    }
+    let largest = pictures.classes.len() as i64 - 1;
+    Ok(Checked { largest, content: hasher.finalize().to_hex().to_string() })
 }
 
 /// The part of `bytes` that `done` of `total` is, for progress.

@@ -8,6 +8,7 @@ use crate::images::{ImageSpec, Images};
 use crate::inputs::Inputs;
 use crate::masking::Masking;
 use crate::order::Order;
+use crate::pictures::{KEPT_BYTES_MAX, Pictures};
 use crate::prepare;
 use crate::rows::Rows;
 use crate::source::{Kind, Source, SourceFile};
@@ -76,6 +77,14 @@ pub struct Dataset {
     fingerprint: String,
 }
 
+/// A sample that is asked for, and where it goes.
+struct Wanted<'a> {
+    epoch: u64,
+    index: u64,
+    inputs: Inputs<'a>,
+    labels: &'a mut [i32],
+}
+
 /// Where the samples are.
 #[derive(Debug)]
 enum Kept {
@@ -99,22 +108,36 @@ impl Dataset {
             Kind::Text | Kind::JsonLines | Kind::Parquet => open_text(spec, &source, vocabulary, progress),
             Kind::Tokens => open_tokens(spec, &source, vocabulary, progress),
             Kind::Safetensors => open_rows(spec, &source, vocabulary, progress),
+            Kind::Pictures => unreachable!("only a model of images looks for pictures"),
         }
     }
 
     /// Opens a dataset of images: finds its files, and looks at every image and label if that has not been done
     /// before.
     pub fn open_images(spec: &ImageSpec, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
-        let source = Source::find(&spec.source)?;
-        if source.kind != Kind::Safetensors {
-            return Err(Error::NotImages { path: spec.source.clone() });
-        }
-        let mut images = Images::new(spec);
-        for file in &source.files {
-            images.append(&file.path)?;
-        }
-        let (subject, [channels, rows, columns]) = (Subject::Images(&images), spec.shape);
-        let reading = format!("images {channels} {rows} {columns}");
+        let [channels, rows, columns] = spec.shape;
+        let known = spec.class_names.as_deref();
+        let (images, source) = match Pictures::find(&spec.source, known, spec.classes, rows)? {
+            Some(_) if channels != 3 || rows != columns => {
+                return Err(Error::NotRgb { path: spec.source.clone(), shape: spec.shape });
+            }
+            Some((pictures, source)) => (Images::of_pictures(spec, pictures), source),
+            None => {
+                let source = Source::find(&spec.source)?;
+                if source.kind != Kind::Safetensors {
+                    return Err(Error::NotImages { path: spec.source.clone() });
+                }
+                let mut images = Images::of_tensors(spec);
+                for file in &source.files {
+                    images.append(&file.path)?;
+                }
+                (images, source)
+            }
+        };
+        let (subject, reading) = match images.pictures() {
+            Some(pictures) => (Subject::Pictures(pictures), format!("pictures {rows}")),
+            None => (Subject::Images(&images), format!("images {channels} {rows} {columns}")),
+        };
         let checked = check::check(&source, &subject, &reading, spec.classes, &spec.cache, progress)?;
         let fingerprint = fingerprint(&reading, 0, &checked.content);
         let samples = Kept::Images(images);
@@ -148,6 +171,23 @@ impl Dataset {
     /// Tokens of one sample; none where samples are images.
     pub fn sequence(&self) -> usize {
         self.sequence
+    }
+
+    /// The names of the classes, where samples are pictures in folders that have their names.
+    pub fn class_names(&self) -> Option<&[String]> {
+        Some(&self.pictures()?.classes)
+    }
+
+    /// Bytes of samples that are kept in memory as they are read, at the most.
+    pub fn kept_bytes_max(&self) -> u64 {
+        self.pictures().map_or(0, |_| KEPT_BYTES_MAX)
+    }
+
+    fn pictures(&self) -> Option<&Pictures> {
+        match &self.samples {
+            Kept::Images(images) => images.pictures(),
+            _ => None,
+        }
     }
 
     /// What identifies the samples: the same on every machine that has the same data, wherever it lies and
@@ -185,6 +225,44 @@ impl Dataset {
             }
             (Kept::Images(_), _) => unreachable!("read above"),
         }
+    }
+
+    /// Reads samples, each of (epoch, index), into rooms of equal size end to end. Pictures, whose decoding takes long,
+    /// are shared out to all processors.
+    ///
+    /// # Panics
+    /// As [`Dataset::read`].
+    pub fn read_all(&self, samples: &[(u64, u64)], inputs: Inputs, labels: &mut [i32]) -> Result<()> {
+        let each = (labels.len() / samples.len().max(1)).max(1);
+        let rooms = inputs.of_each(samples.len()).into_iter().zip(labels.chunks_mut(each));
+        let wanted = samples.iter().zip(rooms);
+        let mut wanted: Vec<Wanted> = wanted
+            .map(|((epoch, index), (inputs, labels))| Wanted { epoch: *epoch, index: *index, inputs, labels })
+            .collect();
+        let read = |part: Vec<Wanted>| -> Result<()> {
+            part.into_iter()
+                .try_for_each(|wanted| self.read(wanted.epoch, wanted.index, wanted.inputs, wanted.labels))
+        };
+        let processors = match self.pictures() {
+            Some(_) => std::thread::available_parallelism().map_or(1, usize::from),
+            None => 1,
+        };
+        let part = wanted.len().div_ceil(processors).max(1);
+        if part >= wanted.len() {
+            return read(wanted);
+        }
+        let mut parts = Vec::new();
+        while !wanted.is_empty() {
+            let rest = wanted.split_off(part.min(wanted.len()));
+            parts.push(std::mem::replace(&mut wanted, rest));
+        }
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = parts.into_iter().map(|part| scope.spawn(|| read(part))).collect();
+            // The first sample's error is told, whichever thread was first.
+            threads
+                .into_iter()
+                .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        })
     }
 
     /// Reads the samples of tokens at `positions` of the endless stream.

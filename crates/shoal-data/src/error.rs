@@ -84,8 +84,24 @@ pub enum Error {
     #[error("{} has {tokens} rows of \"tokens\" and {labels} rows of \"labels\"", path.display())]
     RowCounts { path: PathBuf, tokens: usize, labels: usize },
 
-    #[error("{} is no source of images: they are read from .safetensors files", path.display())]
+    #[error("{} is no source of images: they are read from .safetensors files, or from a folder of folders of pictures", path.display())]
     NotImages { path: PathBuf },
+    #[error("{} lies in no class's folder, but in {} itself", path.display(), folder.display())]
+    NoClassFolder { path: PathBuf, folder: PathBuf },
+    #[error("the class's folder {} holds no picture", folder.display())]
+    EmptyClass { folder: PathBuf },
+    #[error("{} has the folders of {found} classes, and the model has {classes}", folder.display())]
+    ClassCount { folder: PathBuf, found: usize, classes: usize },
+    #[error("{} is of no class that is trained on: these are {}", folder.display(), list(known))]
+    UnknownClass { folder: PathBuf, known: Vec<String> },
+    #[error("{} is {found}: pictures are PNG or JPEG", path.display())]
+    PictureKind { path: PathBuf, found: String },
+    #[error("cannot decode the picture {}: {message}", path.display())]
+    Picture { path: PathBuf, message: String },
+    #[error("the picture {} is {width} x {height}, too long and thin to be scaled", path.display())]
+    PictureShape { path: PathBuf, width: u32, height: u32 },
+    #[error("{} holds pictures, and the model takes images of {shape:?}: channels, rows, columns", path.display())]
+    NotRgb { path: PathBuf, shape: [usize; 3] },
     #[error("{} has no tensor {tensor:?}, only {}", path.display(), list(has))]
     NoTensor { path: PathBuf, tensor: &'static str, has: Vec<String> },
     #[error("the tensor \"images\" of {} holds {found}, not U8 or F32", path.display())]
@@ -161,7 +177,20 @@ impl Error {
             Self::RowLength { .. } => "store sequence + 1 tokens a row".into(),
             Self::RowCounts { .. } => "store one row of \"labels\" for each row of \"tokens\"".into(),
 
-            Self::NotImages { .. } => "store \"images\" and \"labels\" in a .safetensors file".into(),
+            Self::NotImages { .. } => {
+                "put PNG and JPEG files into a folder a class, or store \"images\" and \"labels\" in a .safetensors file".into()
+            }
+            Self::NoClassFolder { .. } => {
+                "put pictures into folders, one a class: data/gull/1.jpg, data/crab/1.jpg".into()
+            }
+            Self::EmptyClass { .. } => "put pictures in it, or remove it".into(),
+            Self::ClassCount { found, .. } => format!("set model.classes = {found}"),
+            Self::UnknownClass { .. } => "held-out pictures have the same folders as those trained on".into(),
+            Self::PictureKind { .. } | Self::PictureShape { .. } => {
+                "convert it to PNG or JPEG of an ordinary shape, or remove it".into()
+            }
+            Self::Picture { .. } => "fetch it again, or remove it".into(),
+            Self::NotRgb { .. } => "pictures are read as RGB; store other images in a .safetensors file".into(),
             Self::NoTensor { .. } => {
                 "store images as \"images\", [count, channels, rows, columns], and classes as \"labels\"".into()
             }

@@ -1,11 +1,12 @@
-//! Images and their classes from `.safetensors` files: `images` of [count, channels, rows, columns] and `labels`
-//! of [count]. A sample is normalised and, while training, shifted and mirrored by chance; by which is a function
-//! of (seed, epoch, sample), so that a resumed run and every cut of the batch see the same.
+//! Images and their classes: from `.safetensors` files, `images` of [count, channels, rows, columns] and `labels` of
+//! [count]; or from folders of pictures. A sample is normalised and, while training, shifted and mirrored by chance; by
+//! which is a function of (seed, epoch, sample), so that a resumed run and every cut of the batch see the same.
 
 use crate::IGNORED;
 use crate::error::{Error, Result};
 use crate::files::{Integer, OpenFile};
 use crate::order::mix;
+use crate::pictures::Pictures;
 use crate::tensors;
 use safetensors::Dtype;
 use std::path::{Path, PathBuf};
@@ -24,8 +25,10 @@ pub struct ImageSpec {
     /// What is taken from each channel, and what it is divided by then.
     pub mean: Vec<f32>,
     pub deviation: Vec<f32>,
-    /// How training varies images; held-out ones stay as they are.
+    /// How training varies images; of held-out ones the middle is shown.
     pub variation: Option<Variation>,
+    /// The classes' names, where a folder of pictures must share them with another.
+    pub class_names: Option<Vec<String>>,
 }
 
 /// How images are varied from epoch to epoch.
@@ -34,8 +37,17 @@ pub struct Variation {
     pub seed: u64,
     /// Every second image is mirrored, left to right.
     pub flip: bool,
-    /// Images are shifted by up to so many pixels each way; what comes in is black.
+    /// Images are shifted by up to so many pixels each way; what comes in is black. A picture that is not square is
+    /// shown from any place along its longer side.
     pub crop_padding: usize,
+}
+
+/// Where in an image the part of it stands that a sample shows; partly outside where the image is shifted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Window {
+    top: isize,
+    left: isize,
+    mirrored: bool,
 }
 
 /// How a pixel is stored.
@@ -68,10 +80,17 @@ struct ImageFile {
     first: u64,
 }
 
+/// Where images are.
+#[derive(Debug)]
+enum Place {
+    Tensors(Vec<ImageFile>),
+    Pictures(Pictures),
+}
+
 /// The images of one or more files, in order.
 #[derive(Debug)]
 pub(crate) struct Images {
-    files: Vec<ImageFile>,
+    place: Place,
     pub count: u64,
     shape: [usize; 3],
     classes: usize,
@@ -81,11 +100,32 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    pub fn new(spec: &ImageSpec) -> Self {
+    fn new(spec: &ImageSpec, place: Place) -> Self {
         assert!(spec.mean.len() == spec.shape[0] && spec.deviation.len() == spec.shape[0]);
         let (mean, deviation) = (spec.mean.clone(), spec.deviation.clone());
         let (shape, classes, variation) = (spec.shape, spec.classes, spec.variation);
-        Self { files: Vec::new(), count: 0, shape, classes, mean, deviation, variation }
+        let count = match &place {
+            Place::Tensors(_) => 0,
+            Place::Pictures(pictures) => pictures.count(),
+        };
+        Self { place, count, shape, classes, mean, deviation, variation }
+    }
+
+    /// For the images of files that are to be appended.
+    pub fn of_tensors(spec: &ImageSpec) -> Self {
+        Images::new(spec, Place::Tensors(Vec::new()))
+    }
+
+    pub fn of_pictures(spec: &ImageSpec, pictures: Pictures) -> Self {
+        Images::new(spec, Place::Pictures(pictures))
+    }
+
+    /// Where they are pictures in folders.
+    pub fn pictures(&self) -> Option<&Pictures> {
+        match &self.place {
+            Place::Tensors(_) => None,
+            Place::Pictures(pictures) => Some(pictures),
+        }
     }
 
     /// Numbers of one image.
@@ -126,20 +166,20 @@ impl Images {
         }
         let at = |(from, _): (usize, usize)| start + from as u64;
         let (images, labels) = (at(images.data_offsets), at(labels.data_offsets));
-        self.files.push(ImageFile { file, pixel, images, labels, label, first: self.count });
+        let Place::Tensors(files) = &mut self.place else { panic!("tensors are not appended to pictures") };
+        files.push(ImageFile { file, pixel, images, labels, label, first: self.count });
         self.count += count as u64;
         Ok(())
     }
 
-    fn file_of(&self, index: u64) -> &ImageFile {
-        assert!(index < self.count, "an image beyond the last");
-        let after = self.files.partition_point(|file| file.first <= index);
-        &self.files[after - 1]
-    }
-
     /// The pixels of image `index` as they are stored, each between 0 and 1 where they are bytes, and its label.
     pub fn read_stored(&self, index: u64, pixels: &mut [f32]) -> Result<i32> {
-        let file = self.file_of(index);
+        assert!(index < self.count, "an image beyond the last");
+        let files = match &self.place {
+            Place::Tensors(files) => files,
+            Place::Pictures(_) => panic!("pictures are not stored as they are read"),
+        };
+        let file = &files[files.partition_point(|file| file.first <= index) - 1];
         let row = index - file.first;
         let (image_bytes, label_bytes) = (self.elements() * file.pixel.bytes(), file.label.width());
         let mut bytes = vec![0; image_bytes];
@@ -175,41 +215,81 @@ impl Images {
     /// Reads image `index` as `epoch` has it, and its label.
     pub fn read(&self, epoch: u64, index: u64, out: &mut [f32], label: &mut [i32]) -> Result<()> {
         assert_eq!((out.len(), label.len()), (self.elements(), 1));
-        label[0] = self.read_stored(index, out)?;
-        if let Some(variation) = self.variation {
-            variation.apply(epoch, index, self.shape, out);
-        }
         let [_, rows, columns] = self.shape;
+        match &self.place {
+            Place::Tensors(_) => {
+                label[0] = self.read_stored(index, out)?;
+                let window = self.window(epoch, index, (rows, columns));
+                if window != (Window { top: 0, left: 0, mirrored: false }) {
+                    let stored = out.to_vec();
+                    let pixel = |channel, row, column| stored[(channel * rows + row) * columns + column];
+                    window.show(self.shape, (rows, columns), pixel, out);
+                }
+            }
+            Place::Pictures(pictures) => {
+                let picture = pictures.read(index)?;
+                label[0] = pictures.label(index);
+                let whole = (picture.rows, picture.columns);
+                let pixel = |channel, row, column| {
+                    f32::from(picture.pixels[3 * (row * picture.columns + column) + channel]) / 255.0
+                };
+                self.window(epoch, index, whole).show(self.shape, whole, pixel, out);
+            }
+        }
         let scales = self.mean.iter().zip(&self.deviation);
         for (channel, (mean, deviation)) in out.chunks_exact_mut(rows * columns).zip(scales) {
             channel.iter_mut().for_each(|pixel| *pixel = (*pixel - mean) / deviation);
         }
         Ok(())
     }
+
+    /// What a sample shows of an image of `whole` rows and columns.
+    fn window(&self, epoch: u64, sample: u64, whole: (usize, usize)) -> Window {
+        let shown = (self.shape[1], self.shape[2]);
+        match self.variation {
+            Some(variation) => variation.window(epoch, sample, whole, shown),
+            None => {
+                let middle = |whole: usize, shown: usize| (whole - shown) as isize / 2;
+                Window { top: middle(whole.0, shown.0), left: middle(whole.1, shown.1), mirrored: false }
+            }
+        }
+    }
 }
 
 impl Variation {
-    /// Varies an image whose black is 0.
-    fn apply(&self, epoch: u64, sample: u64, [_, rows, columns]: [usize; 3], pixels: &mut [f32]) {
+    /// The part of `shown` rows and columns that is seen of an image of `whole`.
+    fn window(&self, epoch: u64, sample: u64, whole: (usize, usize), shown: (usize, usize)) -> Window {
         let key = mix(mix(mix(self.seed).wrapping_add(epoch)).wrapping_add(sample));
         let draw = |salt: u64, below: usize| (mix(key.wrapping_add(salt)) % below as u64) as usize;
         let padding = self.crop_padding;
-        let (down, right) = (draw(0, 2 * padding + 1), draw(1, 2 * padding + 1));
-        let mirrored = self.flip && draw(2, 2) == 1;
-        if padding == 0 && !mirrored {
-            return;
+        let place = |salt: u64, whole: usize, shown: usize| {
+            draw(salt, whole + 2 * padding - shown + 1) as isize - padding as isize
+        };
+        Window {
+            top: place(0, whole.0, shown.0),
+            left: place(1, whole.1, shown.1),
+            mirrored: self.flip && draw(2, 2) == 1,
         }
-        let mut stored = vec![0.0; rows * columns];
-        for channel in pixels.chunks_exact_mut(rows * columns) {
-            stored.copy_from_slice(channel);
-            for (place, pixel) in channel.iter_mut().enumerate() {
-                let (row, column) = (place / columns, place % columns);
-                let column = if mirrored { columns - 1 - column } else { column };
-                // The place in the image with its border, then in the image.
-                let from = (row + down).checked_sub(padding).zip((column + right).checked_sub(padding));
-                let inside = from.filter(|(row, column)| *row < rows && *column < columns);
-                *pixel = inside.map_or(0.0, |(row, column)| stored[row * columns + column]);
-            }
+    }
+}
+
+impl Window {
+    /// Fills `out`, channel by channel, from an image of `whole` rows and columns whose black is 0.
+    fn show(
+        &self,
+        [_, rows, columns]: [usize; 3],
+        whole: (usize, usize),
+        pixel: impl Fn(usize, usize, usize) -> f32,
+        out: &mut [f32],
+    ) {
+        let inside = |place: usize, offset: isize, whole: usize| {
+            place.checked_add_signed(offset).filter(|place| *place < whole)
+        };
+        for (place, shown) in out.iter_mut().enumerate() {
+            let (channel, row, column) = (place / (rows * columns), place / columns % rows, place % columns);
+            let column = if self.mirrored { columns - 1 - column } else { column };
+            let from = inside(row, self.top, whole.0).zip(inside(column, self.left, whole.1));
+            *shown = from.map_or(0.0, |(row, column)| pixel(channel, row, column));
         }
     }
 }
@@ -223,7 +303,8 @@ mod tests {
         let image: Vec<f32> = (1..=16).map(|pixel| pixel as f32).collect();
         let varied = |variation: Variation, epoch: u64, sample: u64| {
             let mut pixels = image.clone();
-            variation.apply(epoch, sample, [1, 4, 4], &mut pixels);
+            let window = variation.window(epoch, sample, (4, 4), (4, 4));
+            window.show([1, 4, 4], (4, 4), |_, row, column| image[4 * row + column], &mut pixels);
             pixels
         };
         let flip = Variation { seed: 1, flip: true, crop_padding: 0 };
@@ -243,5 +324,15 @@ mod tests {
         // Down and to the right, black comes in at the top and the left.
         let shifted = [0., 0., 0., 0., 0., 1., 2., 3., 0., 5., 6., 7., 0., 9., 10., 11.];
         assert!(seen.contains(&shifted.to_vec()) && seen.contains(&image));
+    }
+
+    #[test]
+    fn a_longer_image_is_shown_from_any_place_along_it() {
+        let variation = Variation { seed: 3, flip: false, crop_padding: 0 };
+        let windows = (0..500).map(|sample| variation.window(0, sample, (4, 7), (4, 4)));
+        let mut places: Vec<_> = windows.map(|window| (window.top, window.left)).collect();
+        places.sort_unstable();
+        places.dedup();
+        assert_eq!(places, [(0, 0), (0, 1), (0, 2), (0, 3)]);
     }
 }

@@ -17,11 +17,13 @@
 //! | `masking` | which tokens are hidden from a model that learns to restore them |
 //! | `check` | the one pass that looks at every id before training starts |
 //! | `images` | images and their classes, and how training varies them |
+//! | `pictures` | PNG and JPEG files in folders of classes |
 //! | `inputs` | where samples are read to |
 //! | `dataset` | what the rest of the system sees |
 //! | `order` | position in the stream to sample |
 //!
-//! Memory never grows with the data: nothing is mapped and no file is read whole. Nothing here prints.
+//! Memory does not grow with the data, but for the names of pictures: nothing is mapped, and no file but a picture is
+//! read whole. Nothing here prints.
 
 mod check;
 mod dataset;
@@ -33,6 +35,7 @@ mod images;
 mod inputs;
 mod masking;
 mod order;
+mod pictures;
 mod prepare;
 mod rows;
 mod source;

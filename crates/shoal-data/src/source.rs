@@ -17,6 +17,8 @@ pub(crate) enum Kind {
     /// Token ids, end to end.
     Tokens,
     Safetensors,
+    /// Folders of pictures, each a class. No file alone is of this kind.
+    Pictures,
 }
 
 impl Kind {
@@ -43,7 +45,7 @@ pub(crate) struct SourceFile {
 }
 
 impl SourceFile {
-    fn look_at(path: PathBuf) -> Result<Self> {
+    pub fn look_at(path: PathBuf) -> Result<Self> {
         let metadata = std::fs::metadata(&path).map_err(|cause| Error::io("look at", &path, cause))?;
         Ok(Self { bytes: metadata.len(), modified: (metadata.mtime(), metadata.mtime_nsec()), path })
     }

@@ -12,7 +12,8 @@ use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use shoal_data::Inputs;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
-use shoal_model::{Chain, ConvolutionalConfig, Precision, TensorSpec, hugging_face};
+use shoal_model::model::CONFIG_FILE;
+use shoal_model::{Chain, Model, Precision, TensorSpec, shape};
 use shoal_nn::{Decay, GradientSum, OptimizerKind, OptimizerSettings};
 use shoal_plan::one_device::table;
 use shoal_plan::{
@@ -266,21 +267,14 @@ fn length(a: &[f32]) -> f64 {
     norm(a.iter().map(|a| f64::from(*a)))
 }
 
-/// Describes a convolutional model, which has no config.json.
-const SHAPE_FILE: &str = "shape.json";
-
 /// The folder's weights, and the model they are of.
 fn open(dir: &Path) -> Result<(Folder, Chain)> {
-    let bad = |file: &str, what: String| EngineError::BadRunFile { path: dir.join(file), what };
-    if dir.join(SHAPE_FILE).is_file() {
-        let folder = Folder::described_by(dir, SHAPE_FILE)?;
-        let config = ConvolutionalConfig::read(folder.config()).map_err(|what| bad(SHAPE_FILE, what))?;
-        return Ok((folder, Chain::convolutional(&config)));
-    }
-    let folder = Folder::open(dir)?;
-    let config =
-        hugging_face::read(folder.config()).map_err(|error| bad("config.json", error.to_string()))?;
-    Ok((folder, Chain::new(&config)))
+    let file = if dir.join(shape::FILE).is_file() { shape::FILE } else { CONFIG_FILE };
+    let folder = Folder::described_by(dir, file)?;
+    let model = Model::read(folder.config()).map_err(|error| {
+        EngineError::BadRunFile { path: dir.join(file), what: error.to_string() }
+    })?;
+    Ok((folder, model.chain()))
 }
 
 /// Runs the comparison.

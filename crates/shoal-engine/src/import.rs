@@ -1,7 +1,7 @@
-//! Weights from a Hugging Face folder into a model's state.
+//! Weights from a model's folder into its state.
 
 use shoal_kernels::Device;
-use shoal_model::Chain;
+use shoal_model::{Chain, TensorSpec};
 use shoal_state::hugging_face::Folder;
 
 use crate::error::Result;
@@ -24,8 +24,22 @@ fn candidates(name: &str) -> Vec<String> {
 
 /// Reads every parameter; a missing or misshapen tensor is an error that names it.
 pub fn import(folder: &Folder, device: &dyn Device, chain: &Chain, state: &mut ModelState) -> Result {
+    import_or(folder, device, chain, state, |_, _| false)
+}
+
+/// The same, but for tensors that `instead` sets; it says which.
+pub fn import_or(
+    folder: &Folder,
+    device: &dyn Device,
+    chain: &Chain,
+    state: &mut ModelState,
+    mut instead: impl FnMut(&TensorSpec, &mut [f32]) -> bool,
+) -> Result {
     let mut theirs = Vec::new();
     state.fill(device, chain, |spec, out| {
+        if instead(spec, out) {
+            return Ok(());
+        }
         if spec.turned.is_none() {
             return Ok(folder.read(&candidates(&spec.name), &spec.shape, out)?);
         }

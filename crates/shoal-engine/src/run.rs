@@ -81,13 +81,9 @@ struct Window<'a> {
 
 impl Batch for Window<'_> {
     fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result {
-        let each = (targets.len() / samples.len().max(1)).max(1);
-        let rooms = inputs.of_each(samples.len()).into_iter().zip(targets.chunks_mut(each));
-        for (sample, (inputs, targets)) in samples.zip(rooms) {
-            let (epoch, index) = self.order.index(self.first + sample as u64);
-            self.data.read(epoch, index, inputs, targets)?;
-        }
-        Ok(())
+        let places: Vec<(u64, u64)> =
+            samples.map(|sample| self.order.index(self.first + sample as u64)).collect();
+        Ok(self.data.read_all(&places, inputs, targets)?)
     }
 }
 

@@ -237,7 +237,8 @@ impl ModelConfig {
             }
         }
         if let Some(image) = self.image {
-            if image.channels == 0 || image.patch == 0 || !image.size.is_multiple_of(image.patch) {
+            let none = [image.channels, image.size, image.patch].contains(&0);
+            if none || !image.size.is_multiple_of(image.patch) {
                 return Some(format!(
                     "images of {} channels and size {} cannot be cut into patches of {}",
                     image.channels, image.size, image.patch

@@ -23,6 +23,9 @@ pub enum ConfigError {
     Unsupported { key: &'static str, found: String, hint: &'static str },
     #[error("{0}")]
     Defect(String),
+    /// Of a convolutional model's shape.json.
+    #[error("{0}")]
+    Shape(String),
 }
 
 impl ConfigError {
@@ -36,6 +39,10 @@ impl ConfigError {
             }
             ConfigError::Unsupported { hint, .. } => Some((*hint).into()),
             ConfigError::Defect(_) => Some("correct the sizes in config.json".into()),
+            ConfigError::Shape(_) => Some(
+                "write {\"architecture\": \"resnet50\", \"classes\": 10, \"image\": 224}, say; docs/models.md has every key"
+                    .into(),
+            ),
         }
     }
 }

@@ -7,6 +7,8 @@
 //! - [`presets`]: the usual sizes by name.
 //! - [`chain`]: the description unrolled into layers and tensors, the rows of a plan.
 //! - [`convolutional`]: VGG and ResNet, as chains of convolutions.
+//! - [`shape`]: `shape.json` to and from a convolutional model.
+//! - [`model`]: either kind of model, as jobs and folders name it.
 //! - [`precision`]: in which numbers it is computed, and what that changes about its tensors.
 //! - [`arithmetic`]: parameters and floating-point operations.
 //! - [`footprint`]: the bytes each layer's forward and backward take, to the byte.
@@ -17,8 +19,10 @@ pub mod config;
 pub mod convolutional;
 pub mod footprint;
 pub mod hugging_face;
+pub mod model;
 pub mod precision;
 pub mod presets;
+pub mod shape;
 
 pub use chain::{
     BlockSpec, Chain, EmbeddingSpec, HeadSpec, Init, Layer, LayerKind, PatchSpec, Predicts, Slot, TensorSpec,
@@ -29,4 +33,6 @@ pub use config::{
 pub use convolutional::{BatchNorm, ConvolutionSpec, ConvolutionalConfig, Pool};
 pub use footprint::{Footprint, Retention};
 pub use hugging_face::ConfigError;
+pub use model::Model;
 pub use precision::{Precision, UnknownPrecision};
+pub use shape::ConvolutionalModel;

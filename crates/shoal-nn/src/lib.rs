@@ -24,7 +24,7 @@ pub use convolution::Groups;
 pub use layer::{Call, Feed, Randomness, Saved};
 pub use optimizer::{Decay, OptimizerKind, OptimizerSettings};
 pub use parameters::{GradientSum, Gradients, Parameters};
-pub use schedule::{Schedule, ScheduleKind};
+pub use schedule::{Milestones, Schedule, ScheduleKind};
 
 // Bytes are predicted by one crate and taken by another: both must round alike.
 const _: () = assert!(shoal_model::footprint::GRANULE_BYTES == shoal_kernels::memory::GRANULE_BYTES as u64);

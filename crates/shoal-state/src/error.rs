@@ -52,8 +52,8 @@ pub enum Error {
     /// The checkpoint has no such tensor in this role.
     #[error("{path}: the checkpoint holds no {role} of tensor {}", text::quoted(tensor))]
     NoState { path: PathBuf, tensor: String, role: String },
-    /// The folder has no config.json.
-    #[error("{dir}: there is no config.json, so this is not a Hugging Face model folder")]
+    /// The folder has nothing that describes its model.
+    #[error("{dir}: there is neither config.json nor shape.json, so this is not a model's folder")]
     NoConfig { dir: PathBuf },
     /// config.json or the index cannot be understood.
     #[error("{path}: {reason}")]
@@ -103,10 +103,10 @@ impl Error {
             )),
             Error::TensorFile { fault, .. } => Some(fault.hint()),
             Error::NoTensor { .. } => {
-                Some("check that config.json names the architecture these weights belong to".to_owned())
+                Some("check that config.json or shape.json names the architecture these weights belong to".to_owned())
             }
             Error::Shape { .. } => Some(
-                "compare the sizes in config.json (hidden size, vocabulary, layers, positions) with the weights"
+                "compare the sizes in config.json or shape.json (widths, vocabulary or classes, layers, positions) with the weights"
                     .to_owned(),
             ),
             Error::Dtype { .. } => Some("convert the weights to F32, BF16 or F16 first".to_owned()),
@@ -127,7 +127,7 @@ impl Error {
                     .to_owned(),
             ),
             Error::NoConfig { .. } => Some(
-                "give the folder that holds config.json and model.safetensors, as save_pretrained writes it"
+                "give the folder that holds config.json (or shape.json) and model.safetensors, as save_pretrained or `shoal export` writes it"
                     .to_owned(),
             ),
             Error::Json { .. } => Some("correct the file, or fetch it again from its source".to_owned()),

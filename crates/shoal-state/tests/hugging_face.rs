@@ -130,7 +130,7 @@ fn names_and_shapes_are_checked_against_the_model() {
 fn folders_without_a_config_or_weights_are_refused() {
     let empty = TempDir::new().expect("a temporary folder");
     let (_, message, hint) = refused(empty.path());
-    assert!(message.contains("there is no config.json"), "{message}");
+    assert!(message.contains("there is neither config.json nor shape.json"), "{message}");
     assert!(hint.contains("save_pretrained"), "{hint}");
     assert!(refused(&empty.path().join("absent")).2.contains("check the path"));
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use shoal_data::{Dataset, DatasetSpec, ImageSpec, Tokenizer, Variation};
-use shoal_engine::import::import;
+use shoal_engine::import::import_or;
 use shoal_engine::{Executor, ModelState, rate};
 use shoal_kernels::cuda::GpuFacts;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
@@ -98,10 +98,8 @@ impl LocalDevice {
     fn assert_takes(&self, job: &Job) -> Result {
         self.assert_computes(job.precision)?;
         let Some(facts) = &self.gpu else { return Ok(()) };
-        let (head, most) = (job.config.head_size, CudaDevice::head_size_max(facts));
-        if head <= most {
-            return Ok(());
-        }
+        let most = CudaDevice::head_size_max(facts);
+        let Some(head) = job.model.head_size().filter(|head| *head > most) else { return Ok(()) };
         Err(CliError::said(
             format!("{}: heads of {head} are wider than the {most} it can train", self.title()),
             "set plan.device = \"cpu\"",
@@ -222,7 +220,7 @@ pub struct JobData {
 
 /// Opens a job's data; text is tokenized once, into `cache`.
 pub fn open_data(job: &Job, cache: &Path, progress: Preparing) -> Result<JobData> {
-    match (job.config.image, &job.images) {
+    match (job.model.image(), &job.images) {
         (Some(image), Some(reading)) => open_images(job, image, reading, cache, progress),
         _ => open_tokens(job, cache, progress),
     }
@@ -235,34 +233,37 @@ fn open_images(
     cache: &Path,
     progress: Preparing,
 ) -> Result<JobData> {
-    let mut open = |source: &Path, variation: Option<Variation>| -> Result<Dataset> {
+    let mut open = |source: &Path, variation: Option<Variation>, class_names| -> Result<Dataset> {
         let spec = ImageSpec {
             source: source.to_owned(),
             shape: [image.channels, image.size, image.size],
-            classes: job.config.vocabulary,
+            classes: job.model.vocabulary(),
             cache: cache.to_owned(),
             mean: reading.mean.clone(),
             deviation: reading.std.clone(),
             variation,
+            class_names,
         };
         Ok(Dataset::open_images(&spec, progress)?)
     };
     let (flip, crop_padding) = (reading.flip, reading.crop_padding);
-    let train = open(&job.train_data, Some(Variation { seed: job.seed, flip, crop_padding }))?;
-    let eval = job.eval.as_ref().map(|(source, _)| open(source, None)).transpose()?;
+    let train = open(&job.train_data, Some(Variation { seed: job.seed, flip, crop_padding }), None)?;
+    // A held-out folder's classes have the numbers that training gives them.
+    let names = train.class_names().map(<[String]>::to_vec);
+    let eval = job.eval.as_ref().map(|(source, _)| open(source, None, names)).transpose()?;
     Ok(JobData { train, eval })
 }
 
 fn open_tokens(job: &Job, cache: &Path, progress: Preparing) -> Result<JobData> {
     let tokenizer = Arc::new(Tokenizer::load(&job.tokenizer, &job.base)?);
     // A model that does not predict the next token learns to restore masked ones.
-    let masked = |seed: u64| (!job.config.causal).then_some(seed);
+    let masked = |seed: u64| (!job.model.is_causal()).then_some(seed);
     let mut open = |source: &Path, masked: Option<u64>| -> Result<Dataset> {
         let spec = DatasetSpec {
             source: source.to_owned(),
             tokenizer: tokenizer.clone(),
             sequence: job.sequence,
-            vocabulary: job.config.vocabulary,
+            vocabulary: job.model.vocabulary(),
             cache: cache.to_owned(),
             text_field: job.text_field.clone(),
             masked,
@@ -332,6 +333,12 @@ pub fn with_program(mut planned: Planned, chain: &Chain, file: &Path) -> Result<
     Ok(planned)
 }
 
+/// Tensors with a row a token or class.
+fn output_names(chain: &Chain) -> Vec<&str> {
+    let slots = chain.layers.iter().flat_map(|layer| &layer.tensors);
+    slots.filter(|(slot, _)| slot.is_output()).map(|(_, index)| chain.tensors[*index].name.as_str()).collect()
+}
+
 /// Room for a job's model; its parameters are set unless a checkpoint will set them.
 pub fn executor(
     job: &Job,
@@ -343,7 +350,17 @@ pub fn executor(
     let mut state = ModelState::allocate(&*device, chain, job.sequence, job.precision, Some(optimizer))?;
     if set_parameters {
         match &job.weights {
-            Weights::Folder(folder) => import(&Folder::open(folder)?, &*device, chain, &mut state)?,
+            Weights::Folder { path, new_head } => {
+                let folder = Folder::described_by(path, job.model.file())?;
+                let outputs = output_names(chain);
+                import_or(&folder, &*device, chain, &mut state, |spec, out| {
+                    let draws = *new_head && outputs.contains(&spec.name.as_str());
+                    if draws {
+                        init::fill(spec, job.seed, 0, out);
+                    }
+                    draws
+                })?;
+            }
             Weights::Random => state.fill(&*device, chain, |spec, out| {
                 init::fill(spec, job.seed, 0, out);
                 Ok(())

@@ -6,6 +6,7 @@ mod error;
 mod job;
 mod machine;
 mod model_folder;
+mod preprocessor;
 mod show;
 
 use std::process::ExitCode;

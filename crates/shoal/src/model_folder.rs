@@ -1,4 +1,4 @@
-//! A trained model on disk: a run folder or a Hugging Face folder, seen alike by whoever reads one.
+//! A trained model on disk: a run folder or a model's own, seen alike by whoever reads one.
 
 use std::path::{Path, PathBuf};
 
@@ -8,11 +8,17 @@ use shoal_engine::identity::Identity;
 use shoal_engine::import::import;
 use shoal_engine::{EngineError, ModelState};
 use shoal_kernels::Device;
-use shoal_model::{Chain, ConfigError, ModelConfig, hugging_face};
+use shoal_model::model::CONFIG_FILE;
+use shoal_model::{Chain, ConfigError, Model, shape};
 use shoal_state::checkpoint::{Checkpoint, Store};
 use shoal_state::hugging_face::Folder;
 
 use crate::error::{CliError, Result};
+use crate::job::{CLASSES_KEY, IMAGES_KEY};
+use crate::preprocessor;
+
+/// The names of a convolutional model's classes, a list.
+const CLASSES_FILE: &str = "classes.json";
 
 /// Where the parameters are.
 enum Source {
@@ -22,12 +28,14 @@ enum Source {
 
 pub struct ModelFolder {
     pub path: PathBuf,
-    pub config: ModelConfig,
-    /// As `config.json` has it.
+    pub model: Model,
+    /// As `config.json` or `shape.json` has it.
     pub raw_config: Value,
     source: Source,
-    /// The tokenizer a run was trained with.
+    /// What a run was trained with: the tokenizer, how images were normalised, the names of classes.
     trained_with: Option<String>,
+    reading: Option<Value>,
+    classes: Option<Value>,
 }
 
 impl ModelFolder {
@@ -39,14 +47,23 @@ impl ModelFolder {
         if !path.is_dir() {
             return Err(CliError::said(
                 format!("{}: there is no such folder", path.display()),
-                "name a run folder (checkpoint.to of the job) or a Hugging Face folder",
+                "name a run folder (checkpoint.to of the job) or a model's folder",
             ));
         }
-        let folder = Folder::open(path)?;
+        let file = if path.join(shape::FILE).is_file() { shape::FILE } else { CONFIG_FILE };
+        let folder = Folder::described_by(path, file)?;
         let raw_config = folder.config().clone();
-        let config = hugging_face::read(&raw_config).map_err(config_error(&path.join("config.json")))?;
+        let model = Model::read(&raw_config).map_err(config_error(&path.join(file)))?;
         let source = Source::Folder(Box::new(folder));
-        Ok(ModelFolder { path: path.to_owned(), config, raw_config, source, trained_with: None })
+        Ok(ModelFolder {
+            path: path.to_owned(),
+            model,
+            raw_config,
+            source,
+            trained_with: None,
+            reading: None,
+            classes: None,
+        })
     }
 
     fn open_run(path: &Path, identity: Identity, step: Option<u64>) -> Result<ModelFolder> {
@@ -65,10 +82,18 @@ impl ModelFolder {
             Some(step) => store.load(step)?,
             None => store.latest()?.ok_or_else(none)?.0,
         };
-        let config = hugging_face::read(&identity.config).map_err(config_error(&path.join("run.json")))?;
+        let model = Model::read(&identity.config).map_err(config_error(&path.join("run.json")))?;
         let trained_with = identity.free.get("data.tokenizer").and_then(Value::as_str).map(str::to_owned);
         let source = Source::Run(Box::new(checkpoint));
-        Ok(ModelFolder { path: path.to_owned(), config, raw_config: identity.config, source, trained_with })
+        Ok(ModelFolder {
+            path: path.to_owned(),
+            model,
+            source,
+            trained_with,
+            reading: identity.fixed.get(IMAGES_KEY).cloned(),
+            classes: identity.free.get(CLASSES_KEY).cloned(),
+            raw_config: identity.config,
+        })
     }
 
     /// The checkpoint's step, for a run.
@@ -94,6 +119,27 @@ impl ModelFolder {
         }
     }
 
+    /// Files beside weights and description: the tokenizer, or how images are prepared where no run says it.
+    pub fn files_beside(&self) -> Vec<PathBuf> {
+        let prepared = self.path.join(preprocessor::FILE);
+        let prepared = Some(prepared).filter(|path| self.reading.is_none() && path.is_file());
+        self.tokenizer_file().into_iter().chain(prepared).collect()
+    }
+
+    /// What is known of the images and classes of a run, as files to write.
+    pub fn documents(&self) -> Vec<(&'static str, Value)> {
+        let mut documents = Vec::new();
+        if let (Some(image), Some(reading)) = (self.model.image(), &self.reading) {
+            let prepared = preprocessor::write(&reading["mean"], &reading["std"], image.size);
+            documents.push((preprocessor::FILE, prepared));
+        }
+        // A ViT's config.json has the names itself.
+        if let (Model::Convolutional(_), Some(classes)) = (&self.model, &self.classes) {
+            documents.push((CLASSES_FILE, classes.clone()));
+        }
+        documents
+    }
+
     /// The `tokenizer.json` that belongs to the model, if there is one.
     pub fn tokenizer_file(&self) -> Option<PathBuf> {
         let trained = self.trained_with.as_deref().filter(|name| *name != "bytes").map(PathBuf::from);
@@ -108,7 +154,7 @@ impl ModelFolder {
         if let Some(file) = self.tokenizer_file() {
             return Ok(Tokenizer::load(&file.to_string_lossy(), Path::new("."))?);
         }
-        if self.trained_with.as_deref() == Some("bytes") || self.config.vocabulary == 256 {
+        if self.trained_with.as_deref() == Some("bytes") || self.model.vocabulary() == 256 {
             return Ok(Tokenizer::Bytes);
         }
         Err(CliError::said(

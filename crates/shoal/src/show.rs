@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use shoal_data::Dataset;
 use shoal_engine::RunEvent;
 use shoal_engine::metrics::{RecentLosses, StepRecord};
-use shoal_model::{Architecture, Chain};
+use shoal_model::{Chain, Model};
 use shoal_plan::{Activations, Planned};
 
 use crate::assemble::LocalDevice;
@@ -58,6 +58,25 @@ pub fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
+/// Samples that are images.
+fn images(data: &Dataset, size: usize) -> String {
+    let count = grouped(data.len());
+    match data.kept_bytes_max() {
+        0 => format!("{count} images of {size} x {size}"),
+        kept => {
+            format!("{count} pictures, shown as {size} x {size}; up to {} of them kept", bytes_text(kept))
+        }
+    }
+}
+
+/// What a model is made of.
+fn layers(model: &Model, chain: &Chain) -> String {
+    match model {
+        Model::Transformer(config) => format!("{} layers of {}", config.layers, config.width),
+        Model::Convolutional(_) => format!("{} layers", chain.layers.len()),
+    }
+}
+
 /// What is about to run, and what it will take.
 pub fn banner(
     job: &Job,
@@ -68,19 +87,11 @@ pub fn banner(
     peak: f64,
     resumed: Option<u64>,
 ) -> String {
-    let c = &job.config;
-    let architecture = match c.architecture {
-        Architecture::Gpt2 => "gpt2",
-        Architecture::Llama => "llama",
-        Architecture::Qwen2 => "qwen2",
-        Architecture::Bert => "bert",
-        Architecture::Vit => "vit",
-    };
     let micro_batches = &planned.plan.layers[0].compute[0].micro_batches;
     let (first, last) = (micro_batches[0].count(), micro_batches[micro_batches.len() - 1].count());
     let ragged = if first == last { String::new() } else { format!(", the last of {last}") };
     let tokens = job.global_batch as u64 * job.sequence as u64;
-    let (kinds, samples, batch, seen) = match c.image {
+    let (kinds, samples, batch, seen) = match job.model.image() {
         None => (
             "vocabulary",
             format!(
@@ -94,7 +105,7 @@ pub fn banner(
         ),
         Some(image) => (
             "classes",
-            format!("{} images of {} x {}", grouped(data.len()), image.size, image.size),
+            images(data, image.size),
             format!("{} images", job.global_batch),
             format!("{} images", short((job.steps * job.global_batch as u64) as f64)),
         ),
@@ -118,11 +129,11 @@ pub fn banner(
             job.precision.name()
         ),
         format!(
-            "  model    {architecture}, {} parameters: {} layers of {}, {kinds} {}",
+            "  model    {}, {} parameters: {}, {kinds} {}",
+            job.model.family(),
             short(chain.parameters() as f64),
-            c.layers,
-            c.width,
-            grouped(c.vocabulary as u64)
+            layers(&job.model, chain),
+            grouped(job.model.vocabulary() as u64)
         ),
         format!("  data     {}: {samples}", job.train_data.display()),
         format!(

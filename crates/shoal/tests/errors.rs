@@ -159,6 +159,18 @@ fn a_value_out_of_its_range_is_refused_by_its_key() {
         ("train.optimizer.clip_norm=0", &["train.optimizer.clip_norm", "is 0"], "leave it out"),
         ("train.schedule.kind=square", &["train.schedule.kind", "\"square\""], "cosine"),
         ("train.schedule.final=2", &["train.schedule.final", "is 2"], "0..1"),
+        ("train.schedule.kind=step", &["train.schedule", "neither `every` nor `at`"], "every"),
+        ("train.schedule={kind=\"step\", every=0}", &["train.schedule.every", "is 0"], "every"),
+        ("train.schedule={kind=\"step\", at=[5,3]}", &["train.schedule.at", "[5, 3]"], "at ="),
+        ("train.schedule={kind=\"step\", every=2, at=[3]}", &["both `every` and `at`"], "keep one"),
+        ("train.schedule={kind=\"step\", every=2, factor=0}", &["train.schedule.factor", "is 0"], "above 0"),
+        ("train.schedule={kind=\"one_cycle\", rise=3}", &["train.schedule.rise", "is 3"], "0..1"),
+        (
+            "train.schedule={kind=\"one_cycle\", warmup=3}",
+            &["train.schedule.warmup", "one_cycle"],
+            "leave it out",
+        ),
+        ("train.schedule={kind=\"cosine\", every=3}", &["train.schedule.every", "cosine"], "leave it out"),
         ("name=", &["name is \"\""], "a word without `/`"),
         ("name=a/b", &["name is \"a/b\""], "a word without `/`"),
     ] {

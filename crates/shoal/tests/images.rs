@@ -136,5 +136,28 @@ fn what_does_not_fit_a_model_of_images_is_refused() {
     folder.write("corpus.txt", corpus(40));
     let tokens = ["train", "job.toml", "--set", "model.preset=gpt2-tiny", "--set", "data.sequence=32"];
     folder.shoal(&tokens).fails(&["data.crop_padding", "tokens"], "leave it out");
-    folder.shoal(&["bench", "vit-tiny"]).fails(&["vit-tiny", "tokens"], "gpt2");
+}
+
+/// Tiny models, once each: that figures come out is what is held, not which.
+#[test]
+fn models_of_images_are_measured() {
+    let folder = Folder::empty();
+    let quick = ["--batch", "2", "--device", "cpu", "--rounds", "1", "--seconds", "0.01"];
+    let vit = folder.shoal(&[&["bench", "vit-tiny", "--json"], &quick[..]].concat()).succeeds().json();
+    let small = ["bench", "resnet18", "--image-size", "32"];
+    let resnet = folder.shoal(&[&small[..], &["--json"], &quick].concat()).succeeds().json();
+    for measured in [&vit, &resnet] {
+        assert!(measured["images_per_second"].as_f64().unwrap() > 0.0, "{measured}");
+        assert_eq!(measured["image_size"], 32);
+        assert_eq!(measured["memory"]["counted_bytes"], measured["memory"]["predicted_bytes"]);
+    }
+    let shown = folder.shoal(&[&small[..], &quick].concat()).succeeds().stdout;
+    assert!(shown.contains("2 images of 32 x 32") && shown.contains("SGD with momentum"), "{shown}");
+    assert!(shown.contains("images/s"), "{shown}");
+    let bench = |arguments: &[&str]| folder.shoal(&[&["bench"], arguments].concat());
+    bench(&["resnet18", "--sequence", "3"]).fails(&["resnet18", "--sequence"], "--image-size");
+    bench(&["gpt2-tiny", "--image-size", "32"]).fails(&["gpt2-tiny", "tokens"], "--image-size");
+    bench(&["vgg11", "--image-size", "8"]).fails(&["--image-size", "halved"], "own");
+    bench(&["bert-base", "--sequence", "513"]).fails(&["--sequence", "512 positions"], "leave it out");
+    bench(&["resnet19"]).fails(&["resnet19"], "resnet18");
 }

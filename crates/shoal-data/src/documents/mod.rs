@@ -24,7 +24,7 @@ pub(crate) fn read(kind: Kind, file: &SourceFile, field: &str, documents: &mut d
         Kind::Text => text::read(file, documents),
         Kind::JsonLines => jsonl::read(file, field, documents),
         Kind::Parquet => parquet::read(file, field, documents),
-        Kind::Tokens | Kind::Safetensors => unreachable!("these hold tokens already"),
+        Kind::Tokens | Kind::Safetensors | Kind::Pictures => unreachable!("these hold no text"),
     }
 }
 

@@ -26,6 +26,7 @@ fn spec(folder: &Folder, name: &str) -> ImageSpec {
         mean: vec![0.5, 0.0],
         deviation: vec![0.5, 2.0],
         variation: None,
+        class_names: None,
     }
 }
 

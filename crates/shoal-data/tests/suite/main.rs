@@ -7,6 +7,7 @@ mod images;
 mod masking;
 mod order;
 mod packing;
+mod pictures;
 mod refusals;
 mod sources;
 mod tokenizers;

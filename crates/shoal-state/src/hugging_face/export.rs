@@ -22,11 +22,20 @@ pub struct ExportOptions {
     pub shard_bytes_max: u64,
     /// Replace a model folder that is already there, with all that is in it. Default no.
     pub replace: bool,
+    /// The file that describes the model. Default `config.json`.
+    pub config_file: &'static str,
+    /// Further JSON files, by name. Default none.
+    pub documents: Vec<(&'static str, Value)>,
 }
 
 impl Default for ExportOptions {
     fn default() -> ExportOptions {
-        ExportOptions { shard_bytes_max: 5_000_000_000, replace: false }
+        ExportOptions {
+            shard_bytes_max: 5_000_000_000,
+            replace: false,
+            config_file: CONFIG_FILE,
+            documents: Vec::new(),
+        }
     }
 }
 
@@ -61,14 +70,14 @@ pub(crate) fn export_on(
     options: &ExportOptions,
 ) -> Result<Exported> {
     let place = Place::new(dir)?;
-    let content = Content::new(&place.dir, config, tensors, extra_files, options.shard_bytes_max)?;
+    let content = Content::new(&place.dir, config, tensors, extra_files, options)?;
     fs::create_dir_all(disk::parent_of(&place.dir))
         .map_err(Error::io("create the folder that holds", &place.dir))?;
 
     let writing = Writing { disk, needed_bytes: content.bytes };
     writing.remove_tree(&place.partial)?;
     writing.undo_half_replacement(&place.dir, &place.replaced)?;
-    place.refuse_if_in_use(options.replace)?;
+    place.refuse_if_in_use(options)?;
     let made = content
         .write(writing, &place.partial)
         .and_then(|()| writing.put_in_place(&place.partial, &place.dir, &place.replaced));
@@ -107,7 +116,7 @@ impl Place {
     }
 
     /// Only a model folder is ever replaced: a mistyped path must not cost someone their files.
-    fn refuse_if_in_use(&self, replace: bool) -> Result<()> {
+    fn refuse_if_in_use(&self, options: &ExportOptions) -> Result<()> {
         let refuse =
             |reason: &str| Err(Error::Destination { dir: self.dir.clone(), reason: reason.to_owned() });
         if !disk::exists(&self.dir)? {
@@ -120,10 +129,10 @@ impl Place {
         if listed.is_empty() {
             return Ok(());
         }
-        if !replace {
+        if !options.replace {
             return refuse("the folder is not empty");
         }
-        if !listed.contains(&self.dir.join(CONFIG_FILE)) || listed.iter().any(|path| path.is_dir()) {
+        if !listed.contains(&self.dir.join(options.config_file)) || listed.iter().any(|path| path.is_dir()) {
             return refuse("the folder holds more than a model, so it is not replaced");
         }
         Ok(())
@@ -133,7 +142,7 @@ impl Place {
 /// Everything the folder will hold, laid out before anything is written.
 struct Content<'a> {
     weights: Vec<(String, TensorWriter<'a>)>,
-    /// Small files made here: config.json, and the index when there are shards.
+    /// Small files made here: config.json, further documents, and the index when there are shards.
     texts: Vec<(String, String)>,
     /// Names in the new folder and where they are copied from.
     copies: Vec<(String, &'a Path)>,
@@ -159,9 +168,9 @@ impl<'a> Content<'a> {
         config: &Value,
         tensors: &[TensorData<'a>],
         extra_files: &'a [PathBuf],
-        shard_bytes_max: u64,
+        options: &ExportOptions,
     ) -> Result<Content<'a>> {
-        let shards = pack(tensors, shard_bytes_max);
+        let shards = pack(tensors, options.shard_bytes_max);
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
         let mut weights = Vec::new();
         for (index, shard) in shards.iter().enumerate() {
@@ -172,7 +181,12 @@ impl<'a> Content<'a> {
             let writer = TensorWriter::new(&dir.join(&name), &metadata, shard.iter().copied())?;
             weights.push((name, writer));
         }
-        let mut texts = vec![(CONFIG_FILE.to_owned(), pretty(&dir.join(CONFIG_FILE), config)?)];
+        let mut texts = Vec::new();
+        let described = std::iter::once((options.config_file, config));
+        let documents = options.documents.iter().map(|(name, document)| (*name, document));
+        for (name, document) in described.chain(documents) {
+            texts.push((name.to_owned(), pretty(&dir.join(name), document)?));
+        }
         if shards.len() > 1 {
             let index = index_of(dir, &shards, &weights)?;
             texts.push((INDEX_FILE.to_owned(), pretty(&dir.join(INDEX_FILE), &index)?));

@@ -22,7 +22,7 @@ fn export_value(disk: &FaultyDisk, parent: &Path, value: f32) -> Result<Exported
     let tensors = [("a", 2), ("b", 4), ("c", 6)].map(|(name, count)| (name, [count], &data[..count]));
     let tensors: Vec<_> =
         tensors.iter().map(|(name, shape, data)| TensorData { name, shape, data }).collect();
-    let options = ExportOptions { shard_bytes_max: 24, replace: true };
+    let options = ExportOptions { shard_bytes_max: 24, replace: true, ..ExportOptions::default() };
     export_on(disk, &parent.join("out"), &json!({"model_type": "x"}), &tensors, &[extra], &options)
 }
 

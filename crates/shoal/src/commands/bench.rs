@@ -1,4 +1,4 @@
-//! `shoal bench`: how fast a model trains here, on random tokens, and beside PyTorch where a Python has it.
+//! `shoal bench`: how fast a model trains here, on random tokens or images, and beside PyTorch where a Python has it.
 //! The two take turns, so that a busy neighbour or a warm device hits both.
 
 use std::io::{BufRead, BufReader, Write};
@@ -10,8 +10,8 @@ use serde_json::json;
 use shoal_data::Inputs;
 use shoal_engine::executor::Batch;
 use shoal_engine::{EngineError, Executor, ModelState, StepInput};
-use shoal_kernels::random::mix64;
-use shoal_model::{Chain, ModelConfig, Precision, hugging_face, presets};
+use shoal_kernels::random::{fill_normal, mix64};
+use shoal_model::{Model, Precision, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::{Planned, Preferences, StepShape, plan_one_device};
 
@@ -23,16 +23,21 @@ use crate::show::{flops_text, short};
 
 const PEER: &str = include_str!("peer.py");
 
+const PEER_HINT: &str = "--peer names a Python that has PyTorch";
+
 #[derive(clap::Args)]
 pub struct Options {
-    /// A preset (gpt2-124m, llama-1b, …), or gpt2:WIDTH,LAYERS,HEADS,VOCABULARY, or bert: and the same
+    /// A preset (gpt2-124m, llama-1b, resnet50, …), or gpt2:WIDTH,LAYERS,HEADS,VOCABULARY, or bert: and the same
     model: String,
     /// Samples of a step
     #[arg(long, default_value_t = 8)]
     batch: usize,
-    /// Tokens of a sample
-    #[arg(long, default_value_t = 1024)]
-    sequence: usize,
+    /// Tokens of a sample [default: 1024, or the model's positions where these are fewer]
+    #[arg(long)]
+    sequence: Option<usize>,
+    /// Rows and columns of an image [default: the model's own]
+    #[arg(long)]
+    image_size: Option<usize>,
     /// fp32, tf32, bf16 or fp16
     #[arg(long, default_value = "fp32")]
     precision: Precision,
@@ -71,6 +76,9 @@ pub struct Options {
 /// Steps before anything is measured.
 const WARM_UP_STEPS: usize = 3;
 
+/// Tokens of a sample where nothing is said.
+const SEQUENCE: usize = 1024;
+
 /// Random tokens; the target is the next one.
 struct RandomTokens {
     vocabulary: usize,
@@ -94,13 +102,52 @@ impl Batch for RandomTokens {
     }
 }
 
-fn optimizer() -> OptimizerSettings {
-    OptimizerSettings {
-        kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
-        lr: 3e-4,
-        weight_decay: 0.1,
-        decay: Decay::Matrices,
-        clip_norm: Some(1.0),
+/// Noise of random classes, drawn once.
+struct RandomImages {
+    pixels: Vec<f32>,
+    labels: Vec<i32>,
+}
+
+impl RandomImages {
+    fn new(samples: usize, elements: usize, classes: usize) -> RandomImages {
+        let mut pixels = vec![0.0; samples * elements];
+        fill_normal(&mut pixels, 0, 0, 1.0);
+        let label = |sample: usize| (mix64(sample as u64) % classes as u64) as i32;
+        RandomImages { pixels, labels: (0..samples).map(label).collect() }
+    }
+}
+
+impl Batch for RandomImages {
+    fn read(
+        &self,
+        samples: Range<usize>,
+        inputs: Inputs,
+        targets: &mut [i32],
+    ) -> std::result::Result<(), EngineError> {
+        let each = self.pixels.len() / self.labels.len();
+        inputs.images().copy_from_slice(&self.pixels[samples.start * each..samples.end * each]);
+        targets.copy_from_slice(&self.labels[samples]);
+        Ok(())
+    }
+}
+
+/// As models of the kind are usually trained.
+fn optimizer(model: &Model) -> OptimizerSettings {
+    match model {
+        Model::Transformer(_) => OptimizerSettings {
+            kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
+            lr: 3e-4,
+            weight_decay: 0.1,
+            decay: Decay::Matrices,
+            clip_norm: Some(1.0),
+        },
+        Model::Convolutional(_) => OptimizerSettings {
+            kind: OptimizerKind::Sgd { momentum: 0.9 },
+            lr: 0.01,
+            weight_decay: 1e-4,
+            decay: Decay::All,
+            clip_norm: None,
+        },
     }
 }
 
@@ -109,16 +156,15 @@ struct Ours {
     executor: Executor,
     planned: Planned,
     optimizer: OptimizerSettings,
-    data: RandomTokens,
+    data: Box<dyn Batch>,
     loss_scale: f32,
     step: u64,
 }
 
 impl Ours {
-    fn new(config: &ModelConfig, options: &Options, device: &LocalDevice) -> Result<Ours> {
+    fn new(model: &Model, sequence: usize, options: &Options, device: &LocalDevice) -> Result<Ours> {
         let precision = options.precision;
-        let chain = Chain::new(config);
-        let (optimizer, sequence) = (optimizer(), options.sequence);
+        let (chain, optimizer) = (model.chain(), optimizer(model));
         let shape = StepShape {
             global_batch: options.batch,
             sequence,
@@ -133,7 +179,11 @@ impl Ours {
             init::fill(spec, 0, 0, out);
             Ok(())
         })?;
-        let data = RandomTokens { vocabulary: chain.vocabulary, sequence };
+        let vocabulary = chain.vocabulary;
+        let data: Box<dyn Batch> = match chain.image {
+            Some(image) => Box::new(RandomImages::new(options.batch, image.elements(), vocabulary)),
+            None => Box::new(RandomTokens { vocabulary, sequence }),
+        };
         let executor = Executor::new(opened, chain, sequence, state)?;
         // A scale that does not overflow: skipped steps would be no training.
         let loss_scale = if precision == Precision::Fp16 { 1024.0 } else { 1.0 };
@@ -147,8 +197,8 @@ impl Ours {
         for _ in 0..steps {
             let input = StepInput {
                 loss_scale: self.loss_scale,
-                next: Some(&self.data),
-                ..StepInput::train(self.step, 0, self.optimizer.lr, &self.optimizer, &self.data)
+                next: Some(&*self.data),
+                ..StepInput::train(self.step, 0, self.optimizer.lr, &self.optimizer, &*self.data)
             };
             loss = self.executor.run(&self.planned.program, &input)?.loss();
             self.step += 1;
@@ -165,7 +215,7 @@ struct Peer {
 
 impl Peer {
     fn start(python: &str, job: &serde_json::Value) -> Result<Peer> {
-        let failed = |what: String| CliError::said(what, "--peer names a Python that has PyTorch");
+        let failed = |what: String| CliError::said(what, PEER_HINT);
         let mut child = Command::new(python)
             .args(["-c", PEER, &job.to_string()])
             .stdin(Stdio::piped())
@@ -183,7 +233,7 @@ impl Peer {
         match numbers.is_empty() {
             true => Err(CliError::said(
                 "the peer ended without an answer".to_owned(),
-                "what it said stands above; --peer names a Python that has PyTorch",
+                "what it said stands above; --peer names a Python that has PyTorch, torchvision (VGG, ResNet) and transformers",
             )),
             false => Ok(numbers),
         }
@@ -217,18 +267,18 @@ impl Drop for Peer {
     }
 }
 
-fn model(name: &str) -> Result<ModelConfig> {
+fn model(name: &str) -> Result<Model> {
     let unknown = || {
         CliError::said(
             format!("\"{name}\" is not a model"),
             format!(
                 "the presets are {}; or write gpt2:WIDTH,LAYERS,HEADS,VOCABULARY, or bert: and the same",
-                presets::NAMES.join(", ")
+                Model::preset_names().collect::<Vec<_>>().join(", ")
             ),
         )
     };
     let Some((family, shape)) = name.split_once(':') else {
-        return presets::preset(name).ok_or_else(unknown);
+        return Model::preset(name).ok_or_else(unknown);
     };
     let numbers: Vec<usize> = shape.split(',').filter_map(|number| number.parse().ok()).collect();
     match (family, &numbers[..]) {
@@ -238,13 +288,19 @@ fn model(name: &str) -> Result<ModelConfig> {
             Err(unknown())
         }
         ("gpt2", [width, layers, heads, vocabulary]) => {
-            Ok(presets::gpt2(*vocabulary, *width, *layers, *heads, 1 << 20))
+            Ok(Model::Transformer(presets::gpt2(*vocabulary, *width, *layers, *heads, 1 << 20)))
         }
         ("bert", [width, layers, heads, vocabulary]) => {
-            Ok(presets::bert(*vocabulary, *width, *layers, *heads, 4 * width, 1 << 20))
+            let config = presets::bert(*vocabulary, *width, *layers, *heads, 4 * width, 1 << 20);
+            Ok(Model::Transformer(config))
         }
         _ => Err(unknown()),
     }
+}
+
+/// Few a second with a decimal: models of images are slow to count.
+fn rate_text(rate: f64) -> String {
+    if rate < 100.0 { format!("{rate:.1}") } else { short(rate) }
 }
 
 fn median(values: &mut [f64]) -> f64 {
@@ -252,21 +308,47 @@ fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
+/// The model as the options want it, and the rows of a sample.
+fn sized(options: &Options) -> Result<(Model, usize)> {
+    let mut model = model(&options.model)?;
+    let bad = |what: String, hint: &str| Err(CliError::said(what, hint));
+    if [options.batch, options.rounds, options.sequence.unwrap_or(1)].contains(&0) {
+        let what = "--batch, --sequence and --rounds are at least 1".to_owned();
+        return bad(what, "leave them out for the defaults");
+    }
+    if model.image().is_some() {
+        if options.sequence.is_some() {
+            return bad(
+                format!("{}: an image has no --sequence", options.model),
+                "--image-size sets its size",
+            );
+        }
+        if let Some(size) = options.image_size {
+            model.set_image_size(size);
+        }
+        if let Some(defect) = model.defect() {
+            return bad(format!("--image-size: {defect}"), "leave it out for the model's own");
+        }
+        let positions = model.positions();
+        return Ok((model, positions));
+    }
+    if options.image_size.is_some() {
+        return bad(format!("{}: it takes tokens, not images", options.model), "leave --image-size out");
+    }
+    let positions = model.positions();
+    let sequence = options.sequence.unwrap_or(SEQUENCE.min(positions));
+    if sequence > positions {
+        let what = format!("--sequence is {sequence}, but {} has {positions} positions", options.model);
+        return bad(what, "leave it out for as many as there are");
+    }
+    if let Model::Transformer(config) = &mut model {
+        config.positions = sequence;
+    }
+    Ok((model, sequence))
+}
+
 pub fn run(options: Options) -> Result {
-    let mut config = model(&options.model)?;
-    if options.sequence == 0 || options.batch == 0 || options.rounds == 0 {
-        return Err(CliError::said(
-            "--batch, --sequence and --rounds are at least 1".to_owned(),
-            "leave them out for the defaults",
-        ));
-    }
-    if config.image.is_some() {
-        return Err(CliError::said(
-            format!("{}: only models of tokens are measured", options.model),
-            "name a gpt2, llama, qwen2 or bert model",
-        ));
-    }
-    config.positions = config.positions.min(options.sequence);
+    let (model, sequence) = sized(&options)?;
     let precision = options.precision;
     let memory = match options.memory.as_deref().map(parse_bytes).transpose() {
         Ok(memory) => memory,
@@ -276,8 +358,8 @@ pub fn run(options: Options) -> Result {
     device.assert_computes(precision)?;
     let start_peer = |python: &str| -> Result<Peer> {
         let job = json!({
-            "config": hugging_face::write(&config, None), "batch": options.batch,
-            "sequence": options.sequence, "precision": precision.name(), "threads": device.threads,
+            "config": described(&model, &options.model), "batch": options.batch,
+            "sequence": sequence, "precision": precision.name(), "threads": device.threads,
             "device": if device.gpu.is_some() { "cuda" } else { "cpu" },
             // Compiling for a processor needs a C++ compiler and gains little there.
             "compile": device.gpu.is_some() && !options.eager,
@@ -289,21 +371,23 @@ pub fn run(options: Options) -> Result {
     };
     let mut peer = options.peer.as_deref().map(start_peer).transpose()?;
     let before = machine::resident_peak_bytes().unwrap_or(0);
-    let mut ours = Ours::new(&config, &options, &device)?;
+    let mut ours = Ours::new(&model, sequence, &options, &device)?;
     // The first steps pay for memory and warm-up.
     ours.train(WARM_UP_STEPS)?;
     if let Some(peer) = &mut peer {
         peer.answer()?;
     }
     let steps = (options.seconds / (ours.train(2)?.0 / 2.0)).ceil().max(1.0) as usize;
-    let tokens = (steps * options.batch * options.sequence) as f64;
+    // What is counted: tokens, or images.
+    let each = if model.image().is_some() { 1 } else { sequence };
+    let counted = (steps * options.batch * each) as f64;
     let (mut our_rates, mut their_rates, mut loss) = (Vec::new(), Vec::new(), f64::NAN);
     for _ in 0..options.rounds {
         let (seconds, last) = ours.train(steps)?;
-        (loss, _) = (last, our_rates.push(tokens / seconds));
+        (loss, _) = (last, our_rates.push(counted / seconds));
         if let Some(peer) = &mut peer {
             peer.ask(steps);
-            their_rates.push(tokens / peer.answer()?);
+            their_rates.push(counted / peer.answer()?);
         }
     }
     let theirs = match peer {
@@ -312,9 +396,13 @@ pub fn run(options: Options) -> Result {
     };
     let opened = ours.executor.device().clone();
     let measured = Measured {
-        tokens_per_step: (options.batch * options.sequence) as f64,
-        flops_per_token: ours.executor.chain().training_flops(options.sequence) as f64
-            / options.sequence as f64,
+        work: match model.image() {
+            Some(image) => Work::Images { size: image.size },
+            None => Work::Tokens { sequence },
+        },
+        optimizer: ours.optimizer,
+        per_step: (options.batch * each) as f64,
+        flops_each: ours.executor.chain().training_flops(sequence) as f64 / each as f64,
         ours: median(&mut our_rates),
         theirs,
         loss,
@@ -335,13 +423,44 @@ pub fn run(options: Options) -> Result {
     Ok(())
 }
 
+/// The model as the peer is told of it: torchvision's by name, others by their config.json.
+fn described(model: &Model, name: &str) -> serde_json::Value {
+    match model {
+        Model::Transformer(_) => model.write(None),
+        Model::Convolutional(model) => json!({
+            "model_type": "torchvision", "name": name,
+            "classes": model.shape.classes, "image_size": model.shape.size,
+        }),
+    }
+}
+
+/// What samples are.
+enum Work {
+    Tokens { sequence: usize },
+    Images { size: usize },
+}
+
+impl Work {
+    /// What is counted, in full and as a line has it.
+    fn counted(&self) -> (&'static str, &'static str) {
+        match self {
+            Work::Tokens { .. } => ("tokens", "tok"),
+            Work::Images { .. } => ("images", "images"),
+        }
+    }
+}
+
 /// What came out.
 struct Measured {
-    tokens_per_step: f64,
-    flops_per_token: f64,
-    /// Tokens a second.
+    work: Work,
+    optimizer: OptimizerSettings,
+    /// Tokens or images of a step.
+    per_step: f64,
+    /// Operations of each.
+    flops_each: f64,
+    /// Tokens or images a second.
     ours: f64,
-    /// Tokens a second, and bytes at the most.
+    /// The same, and bytes at the most.
     theirs: Option<(f64, f64)>,
     loss: f64,
     predicted: u64,
@@ -354,22 +473,29 @@ struct Measured {
 
 impl Measured {
     fn mfu(&self) -> f64 {
-        self.ours * self.flops_per_token / self.peak
+        self.ours * self.flops_each / self.peak
     }
 
     fn json(&self, options: &Options, device: &LocalDevice) -> serde_json::Value {
-        json!({
-            "model": options.model, "batch": options.batch, "sequence": options.sequence,
+        let mut out = json!({
+            "model": options.model, "batch": options.batch,
             "precision": options.precision.name(), "device": device.kind(), "loss": self.loss,
-            "tokens_per_second": self.ours, "mfu": self.mfu(), "matrix_flops_per_second": self.peak,
-            "peer_tokens_per_second": self.theirs.map(|theirs| theirs.0),
+            "mfu": self.mfu(), "matrix_flops_per_second": self.peak,
             "ratio": self.theirs.map(|theirs| self.ours / theirs.0),
             "memory": {
                 "predicted_bytes": self.predicted, "counted_bytes": self.counted,
                 "driver_bytes": self.driver, "resident_growth_bytes": self.resident,
                 "process_bytes": device.process_bytes(), "peer_bytes": self.theirs.map(|theirs| theirs.1),
             },
-        })
+        });
+        match self.work {
+            Work::Tokens { sequence } => out["sequence"] = json!(sequence),
+            Work::Images { size } => out["image_size"] = json!(size),
+        }
+        let (counted, _) = self.work.counted();
+        out[format!("{counted}_per_second")] = json!(self.ours);
+        out[format!("peer_{counted}_per_second")] = json!(self.theirs.map(|theirs| theirs.0));
+        out
     }
 
     fn print(&self, options: &Options, device: &LocalDevice, planned: &Planned) {
@@ -380,20 +506,27 @@ impl Measured {
             options.precision.name()
         );
         let micro_batches = &planned.plan.layers[0].compute[0].micro_batches;
+        let samples = match self.work {
+            Work::Tokens { sequence } => format!("{} x {sequence} tokens", options.batch),
+            Work::Images { size } => format!("{} images of {size} x {size}", options.batch),
+        };
+        let optimizer = match self.optimizer.kind {
+            OptimizerKind::AdamW { .. } => "AdamW, clipping",
+            OptimizerKind::Sgd { .. } => "SGD with momentum",
+        };
         println!(
-            "{}, {} x {} tokens in micro-batches of {}, AdamW, clipping; median of {}{}",
+            "{}, {samples} in micro-batches of {}, {optimizer}; median of {}{}",
             options.model,
-            options.batch,
-            options.sequence,
             micro_batches[0].count(),
             options.rounds,
             if self.theirs.is_some() { ", the two in turn" } else { "" }
         );
         let row = |name: &str, rate: f64, memory: String| {
-            let (ms, flops) = (1e3 * self.tokens_per_step / rate, rate * self.flops_per_token);
+            let (ms, flops) = (1e3 * self.per_step / rate, rate * self.flops_each);
             println!(
-                "{name:<10} {:>10} tok/s {ms:>10.1} ms {:>14}  {memory}",
-                short(rate),
+                "{name:<10} {:>10} {}/s {ms:>10.1} ms {:>14}  {memory}",
+                rate_text(rate),
+                self.work.counted().1,
                 flops_text(flops)
             );
         };

@@ -8,7 +8,7 @@ use safetensors::tensor::{Dtype, TensorView};
 use serde_json::json;
 use shoal_engine::generate::{Generator, likeliest};
 use shoal_kernels::random::fold;
-use shoal_model::{Chain, hugging_face, presets};
+use shoal_model::{hugging_face, presets};
 
 use crate::assemble::LocalDevice;
 use crate::commands::train::train;
@@ -172,7 +172,7 @@ fn write_rows(path: &Path, sums: &[Sum]) -> Result {
 /// The model's answers to sums, three characters each.
 fn ask(job: &Job, sums: &[Sum]) -> Result<Vec<String>> {
     let model = ModelFolder::open(&job.run_folder, None)?;
-    let chain = Chain::new(&model.config);
+    let chain = model.model.chain();
     let device = LocalDevice::new(None, None);
     let mut generator =
         Generator::new(&chain, SEQUENCE, device.threads, device.budget_bytes, |device, state| {

@@ -1,4 +1,4 @@
-//! `shoal export`: a run's model as a Hugging Face folder.
+//! `shoal export`: a run's model as a folder that transformers loads, or, for a VGG or ResNet, torchvision.
 
 use std::borrow::Cow;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde_json::json;
 use shoal_engine::ModelState;
 use shoal_kernels::CpuDevice;
-use shoal_model::{Chain, Precision};
+use shoal_model::Precision;
 use shoal_state::hugging_face::{ExportOptions, export};
 use shoal_state::tensors::TensorData;
 
@@ -33,9 +33,10 @@ pub struct Options {
 
 pub fn run(options: Options) -> Result {
     let model = ModelFolder::open(&options.run, options.step)?;
-    let chain = Chain::new(&model.config);
+    let chain = model.model.chain();
+    let elements: usize = chain.tensors.iter().map(|tensor| tensor.elements()).sum();
     let bytes = shoal_model::footprint::allocation_bytes(1) * chain.tensors.len() as u64
-        + 4 * chain.parameters()
+        + 4 * elements as u64
         + CpuDevice::workspace_bytes(1)
         + (1 << 20);
     let device = CpuDevice::new("cpu:0", 1, bytes)?;
@@ -53,9 +54,14 @@ pub fn run(options: Options) -> Result {
         .zip(&turned)
         .map(|(spec, data)| TensorData { name: &spec.name, shape: &spec.shape, data })
         .collect();
-    let extra: Vec<PathBuf> = model.tokenizer_file().into_iter().collect();
-    let config = shoal_model::hugging_face::write(&model.config, Some(&model.raw_config));
-    let settings = ExportOptions { replace: options.replace, ..ExportOptions::default() };
+    let extra = model.files_beside();
+    let config = model.model.write(Some(&model.raw_config));
+    let settings = ExportOptions {
+        replace: options.replace,
+        config_file: model.model.file(),
+        documents: model.documents(),
+        ..ExportOptions::default()
+    };
     let exported = export(&options.dir, &config, &tensors, &extra, &settings)?;
     if options.json {
         println!(

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 
 use serde_json::json;
 use shoal_engine::generate::{Generator, Sampling};
-use shoal_model::Chain;
 
 use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
@@ -43,13 +42,13 @@ pub fn run(options: Options) -> Result {
         ));
     }
     let model = ModelFolder::open(&options.dir, None)?;
-    if model.config.image.is_some() {
+    if model.model.image().is_some() {
         return Err(CliError::said(
             format!("{}: this model tells images apart, it does not continue a text", options.dir.display()),
             "generate with a gpt2, llama or qwen2 model",
         ));
     }
-    if !model.config.causal {
+    if !model.model.is_causal() {
         return Err(CliError::said(
             format!(
                 "{}: this model fills in masked tokens, it does not continue a text",
@@ -63,14 +62,14 @@ pub fn run(options: Options) -> Result {
     if prompt.is_empty() {
         return Err(CliError::said("the prompt is empty", "give the model at least one token to continue"));
     }
-    let vocabulary = model.config.vocabulary;
+    let vocabulary = model.model.vocabulary();
     if let Some(id) = prompt.iter().find(|id| **id as usize >= vocabulary) {
         return Err(CliError::said(
             format!("the prompt has token {id}, but the model's vocabulary is {vocabulary}"),
             "use the tokenizer the model was trained with",
         ));
     }
-    let chain = Chain::new(&model.config);
+    let chain = model.model.chain();
     let context = prompt.len() + options.tokens;
     let device = LocalDevice::new(None, None);
     let mut generator =

@@ -20,6 +20,8 @@ on_gpu = device.type == "cuda"
 torch.set_num_threads(job["threads"])
 torch.manual_seed(0)
 torch.backends.cuda.matmul.allow_tf32 = job["precision"] == "tf32"
+torch.backends.cudnn.allow_tf32 = job["precision"] == "tf32"
+torch.backends.cudnn.benchmark = True
 half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job["precision"])
 
 
@@ -60,55 +62,122 @@ class Gpt2(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
 
 
-class FromTransformers(nn.Module):
+def transformers_model(kind):
     """The transformers library's own model, with its attention through scaled_dot_product_attention."""
+    try:
+        import transformers
+    except ImportError:
+        sys.exit("the peer: this Python has no transformers (pip install transformers)")
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    settings = transformers.AutoConfig.for_model(config["model_type"], **values)
+    return getattr(transformers, kind).from_config(settings, attn_implementation="sdpa")
 
+
+class OfTokens(nn.Module):
     def __init__(self):
         super().__init__()
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
-
         masked = config["model_type"] == "bert"
-        kind = AutoModelForMaskedLM if masked else AutoModelForCausalLM
         self.options = {} if masked else {"use_cache": False}
-        values = {key: value for key, value in config.items() if key != "model_type"}
-        settings = AutoConfig.for_model(config["model_type"], **values)
-        self.model = kind.from_config(settings, attn_implementation="sdpa")
+        self.model = transformers_model("AutoModelForMaskedLM" if masked else "AutoModelForCausalLM")
 
     def forward(self, tokens, targets):
         logits = self.model(input_ids=tokens, **self.options).logits
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
 
 
+class OfImages(nn.Module):
+    """torchvision's model, or transformers' ViT."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolutional = config["model_type"] == "torchvision"
+        self.model = self.torchvision() if self.convolutional else transformers_model("AutoModelForImageClassification")
+
+    def torchvision(self):
+        try:
+            import torchvision
+        except ImportError:
+            sys.exit("the peer: this Python has no torchvision (pip install torchvision)")
+        model = getattr(torchvision.models, config["name"])(num_classes=config["classes"])
+        size = config["image_size"] // 32
+        if hasattr(model, "features") and size != 7:
+            # Its pool would make any image one of 224: ours has none.
+            model.avgpool = nn.Identity()
+            model.classifier[0] = nn.Linear(512 * size * size, 4096)
+        return model
+
+    def forward(self, images, targets):
+        logits = self.model(images) if self.convolutional else self.model(pixel_values=images).logits
+        return F.cross_entropy(logits.float(), targets)
+
+
 before = resident()
+family = config["model_type"]
+convolutional = family == "torchvision"
 with device:
-    if config["model_type"] == "gpt2":
+    if family == "gpt2":
         model = Gpt2(config["n_embd"], config["n_layer"], config["n_head"], config["vocab_size"])
     else:
-        model = FromTransformers()
+        model = OfImages() if convolutional or family == "vit" else OfTokens()
 model.train()
-groups = [
-    {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-    {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-]
-optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+if convolutional:
+    options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4, "fused": True}
+    optimizer, clip = torch.optim.SGD(model.parameters(), **options), None
+else:
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer, clip = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True), 1.0
 scaler = torch.amp.GradScaler(device.type, enabled=half == torch.float16)
-rows = torch.randint(config["vocab_size"], (batch, sequence + 1), device=device)
-tokens, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-forward = torch.compile(model) if job["compile"] else model
+if convolutional or family == "vit":
+    classes = config["classes"] if convolutional else len(config["id2label"])
+    inputs = torch.randn(batch, 3, config["image_size"], config["image_size"], device=device)
+    targets = torch.randint(classes, (batch,), device=device)
+else:
+    rows = torch.randint(config["vocab_size"], (batch, sequence + 1), device=device)
+    inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 cast = torch.autocast(device.type, half) if half else contextlib.nullcontext()
+forward = model
 
 
 def step():
+    if job["compile"]:
+        torch.compiler.cudagraph_mark_step_begin()
     with cast:
-        loss = forward(tokens, targets)
+        loss = forward(inputs, targets)
     optimizer.zero_grad(set_to_none=True)
     scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if clip:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     scaler.step(optimizer)
     scaler.update()
     return loss
 
+
+def arrange(layout):
+    """Weights and images in the layout."""
+    global inputs
+    model.to(memory_format=layout)
+    inputs = inputs.contiguous(memory_format=layout)
+
+
+def seconds_of(layout, steps=2):
+    arrange(layout)
+    step()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step().item()
+    return time.perf_counter() - started
+
+
+if convolutional:
+    layouts = [torch.channels_last] if on_gpu else [torch.channels_last, torch.contiguous_format]
+    # On a processor neither is always the faster.
+    arrange(min(layouts, key=seconds_of) if len(layouts) > 1 else layouts[0])
+if job["compile"]:
+    forward = torch.compile(model, mode="reduce-overhead") if convolutional else torch.compile(model)
 
 for line in sys.stdin:
     started = time.perf_counter()

@@ -32,7 +32,7 @@ pub struct Options {
 
 pub fn run(options: Options) -> Result {
     let job = Job::read(&options.job, &options.set)?;
-    let chain = Chain::new(&job.config);
+    let chain = job.model.chain();
     let device = LocalDevice::choose(job.device, job.memory_bytes, job.threads)?;
     let planned = assemble::plan(&job, &chain, &device)?;
     if let Some(path) = &options.table {
@@ -74,17 +74,23 @@ fn summary_json(planned: &Planned, device: &LocalDevice) -> serde_json::Value {
 
 fn print_table(job: &Job, chain: &Chain, device: &LocalDevice, planned: &Planned) {
     let plan = &planned.plan;
+    let sample = match chain.image {
+        None => format!("{} tokens", plan.sequence),
+        // One row: the image as it is.
+        Some(image) if plan.sequence == 1 => format!("{} x {} pixels", image.size, image.size),
+        Some(_) => format!("{} rows", plan.sequence),
+    };
     println!(
-        "plan {} for {} in {}: {} samples of {} {} a step",
+        "plan {} for {} in {}: {} samples of {sample} a step",
         plan.id(),
         job.name,
         plan.precision.name(),
         plan.global_batch,
-        plan.sequence,
-        if chain.image.is_some() { "rows" } else { "tokens" }
     );
+    // Room for the name, and for ` (x12)` after it.
+    let width = plan.layers.iter().map(|row| row.layer.len()).max().unwrap_or(0) + 5;
     println!(
-        "{:<12} {:>14} {:>13} {:>24}  activations",
+        "{:<width$} {:>14} {:>13} {:>24}  activations",
         "layer", "parameters", "forward flops", "micro-batches"
     );
     // Rows that read alike are shown once.
@@ -110,7 +116,7 @@ fn print_table(job: &Job, chain: &Chain, device: &LocalDevice, planned: &Planned
         let same = (index..plan.layers.len()).take_while(|other| describe(*other) == text).count();
         let name = &plan.layers[index].layer;
         let shown = if same > 1 { format!("{name} (x{same})") } else { name.clone() };
-        println!("{shown:<12} {text}");
+        println!("{shown:<width$} {text}");
         index += same;
     }
     let memory = &planned.memory;

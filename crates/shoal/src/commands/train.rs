@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use serde_json::json;
 use shoal_engine::identity::Identity;
 use shoal_engine::{Run, RunEvent, RunSettings, StopReason};
-use shoal_model::{Chain, Precision, hugging_face};
+use shoal_model::{Chain, Precision};
 use shoal_plan::Planned;
 use shoal_state::checkpoint::Store;
 
 use crate::assemble::{self, LocalDevice};
 use crate::error::{CliError, Result};
-use crate::job::{Job, bytes_text, duration_text};
+use crate::job::{CLASSES_KEY, Job, bytes_text, duration_text};
 use crate::machine;
 use crate::show::{Progress, banner, percent};
 
@@ -154,8 +154,8 @@ pub fn train(
     quiet: bool,
     stop: &AtomicBool,
 ) -> Result<Summary> {
-    let chain = Chain::new(&job.config);
-    let config = hugging_face::write(&job.config, job.original_config.as_ref());
+    let chain = job.model.chain();
+    let mut config = job.model.write(job.original_config.as_ref());
     // Another job's folder is refused before anything is written into it.
     let there = Identity::read(&job.run_folder)?;
     if let Some(there) = &there {
@@ -173,6 +173,10 @@ pub fn train(
     let data = assemble::open_data(job, &job.run_folder.join("data"), &mut preparing(quiet))?;
     let mut free = job.free_keys();
     free.insert(CHOSEN.into(), assemble::choice(&planned.plan));
+    if let Some(names) = data.train.class_names() {
+        free.insert(CLASSES_KEY.into(), json!(names));
+        job.model.name_classes(names, &mut config);
+    }
     let identity = Identity::new(job.fixed_keys(&data.train.fingerprint()), free, config);
     if let Some(there) = &there {
         identity.compare(there, &job.run_folder)?;
@@ -218,7 +222,7 @@ pub fn train(
         seed: job.seed,
         shuffle: job.shuffle,
         optimizer: job.optimizer,
-        schedule: job.schedule,
+        schedule: job.schedule.clone(),
         folder: job.run_folder.clone(),
         checkpoint_every: job.checkpoint_every,
         checkpoints_kept: job.checkpoints_kept,

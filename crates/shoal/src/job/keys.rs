@@ -10,7 +10,7 @@ use crate::error::{CliError, Result};
 /// Sections and their keys; the empty section is the top of the file.
 const KEYS: &[(&str, &[&str])] = &[
     ("", &["name", "model", "data", "train", "checkpoint", "eval", "plan"]),
-    ("model", &["from", "preset", "init", "dropout"]),
+    ("model", &["from", "preset", "init", "classes", "image_size", "dropout"]),
     (
         "data",
         &["train", "tokenizer", "sequence", "shuffle", "text_field", "mean", "std", "flip", "crop_padding"],
@@ -29,7 +29,7 @@ const KEYS: &[(&str, &[&str])] = &[
         ],
     ),
     ("train.optimizer", &["kind", "lr", "betas", "eps", "momentum", "weight_decay", "decay", "clip_norm"]),
-    ("train.schedule", &["kind", "warmup", "final"]),
+    ("train.schedule", &["kind", "warmup", "final", "factor", "every", "at", "rise", "start"]),
     ("checkpoint", &["to", "every", "keep"]),
     ("eval", &["data", "every"]),
     ("plan", &["micro_batch", "activations", "order", "memory", "threads", "device"]),

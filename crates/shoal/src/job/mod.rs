@@ -2,10 +2,16 @@
 //!
 //! - [`keys`]: every key there is; a misspelt one is an error that suggests the nearest.
 //! - [`raw`]: the file as serde reads it.
+//! - [`model`]: what `[model]` names.
+//! - [`images`]: how samples that are images are read.
+//! - [`schedule`]: learning rates by step.
 //! - [`units`]: intervals and sizes as people write them.
 
+mod images;
 mod keys;
+mod model;
 mod raw;
+mod schedule;
 mod units;
 
 use std::collections::BTreeMap;
@@ -15,21 +21,29 @@ use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::{Value, json};
 use shoal_engine::Interval;
-use shoal_model::{ModelConfig, Precision, UnknownPrecision, hugging_face, presets};
-use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule, ScheduleKind};
+use shoal_model::{Model, Precision, UnknownPrecision};
+use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule};
 use shoal_plan::{Activations, Preferences};
 
 use crate::error::{CliError, Result};
 
 pub use units::{bytes as parse_bytes, bytes_text, duration_text};
 
+/// What a run folder calls how images were read, and the names of their classes.
+pub const IMAGES_KEY: &str = "data (of images)";
+pub const CLASSES_KEY: &str = "data (names of classes)";
+
 /// Where parameters come from.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Weights {
     /// Drawn anew.
     Random,
-    /// Read from a Hugging Face folder.
-    Folder(PathBuf),
+    /// Read from a model's folder.
+    Folder {
+        path: PathBuf,
+        /// The last layer is drawn anew: the folder's has other classes.
+        new_head: bool,
+    },
 }
 
 /// What a job wants to be trained on.
@@ -55,8 +69,8 @@ pub struct ImageReading {
 #[derive(Clone, Debug)]
 pub struct Job {
     pub name: String,
-    pub config: ModelConfig,
-    /// The imported `config.json`, if any.
+    pub model: Model,
+    /// The imported description, if any.
     pub original_config: Option<Value>,
     pub weights: Weights,
     pub train_data: PathBuf,
@@ -124,10 +138,10 @@ impl Job {
     pub fn fixed_keys(&self, data_fingerprint: &str) -> BTreeMap<String, Value> {
         let weights = match &self.weights {
             Weights::Random => json!("random"),
-            Weights::Folder(_) => json!("checkpoint"),
+            Weights::Folder { .. } => json!("checkpoint"),
         };
         let mut keys = BTreeMap::from([
-            ("model.config".to_owned(), hugging_face::write(&self.config, None)),
+            ("model.config".to_owned(), self.model.write(None)),
             ("model.init".to_owned(), weights),
             ("data.train (its content)".to_owned(), json!(data_fingerprint)),
             ("data.sequence".to_owned(), json!(self.sequence)),
@@ -137,8 +151,8 @@ impl Job {
             ("train.optimizer.kind".to_owned(), json!(self.optimizer.state_names())),
         ]);
         if let Some(images) = &self.images {
-            keys.insert("data (of images)".to_owned(), json!(images));
-            keys.insert("train.label_smoothing".to_owned(), json!(self.config.label_smoothing));
+            keys.insert(IMAGES_KEY.to_owned(), json!(images));
+            keys.insert("train.label_smoothing".to_owned(), json!(self.model.label_smoothing()));
         }
         keys
     }
@@ -185,13 +199,14 @@ impl Validator<'_> {
             Some(name) => name,
             None => self.file.file_stem().map_or("job".into(), |stem| stem.to_string_lossy().into_owned()),
         };
-        let (mut config, original_config, weights) = self.model(&raw.model, base)?;
+        let (mut model, original_config, weights) = self.model(&raw.model, base)?;
         let data = raw.data;
-        let images = self.images(&data, &config)?;
-        let sequence = self.sequence(data.sequence, &config)?;
+        let folder = raw.model.from.as_deref().map(|from| join(base, from));
+        let images = self.images(&data, &model, folder.as_deref())?;
+        let sequence = self.sequence(data.sequence, &model)?;
         let train = raw.train;
         if let Some(smoothing) = train.label_smoothing {
-            if config.image.is_none() {
+            if model.image().is_none() {
                 let hint = "only the classes of images are smoothed; leave it out";
                 return Err(self.bad("train.label_smoothing", "is set, but the model takes tokens", hint));
             }
@@ -199,7 +214,7 @@ impl Validator<'_> {
                 let hint = "it is the share of a label that goes to all classes, in 0..1";
                 return Err(self.bad("train.label_smoothing", format!("is {smoothing}"), hint));
             }
-            config.label_smoothing = smoothing;
+            model.set_label_smoothing(smoothing);
         }
         if train.global_batch == 0 {
             return Err(self.bad("train.global_batch", "is 0", "a step trains on at least one sample"));
@@ -240,7 +255,7 @@ impl Validator<'_> {
         let checkpoint_every = interval("checkpoint.every", &checkpoint.every)?;
         Ok(Job {
             name,
-            config,
+            model,
             original_config,
             weights,
             train_data: join(base, &data.train),
@@ -268,9 +283,9 @@ impl Validator<'_> {
         })
     }
 
-    fn sequence(&self, sequence: Option<usize>, config: &ModelConfig) -> Result<usize> {
-        let positions = config.positions;
-        match (sequence, config.image) {
+    fn sequence(&self, sequence: Option<usize>, model: &Model) -> Result<usize> {
+        let positions = model.positions();
+        match (sequence, model.image()) {
             (None, None) => {
                 Err(self.bad("data.sequence", "is missing", "set it to the tokens of one sample"))
             }
@@ -286,113 +301,6 @@ impl Validator<'_> {
                 Err(self.bad("data.sequence", "is set, but the model takes images", "leave it out"))
             }
         }
-    }
-
-    /// How images are read, where the model takes images.
-    fn images(&self, raw: &raw::Data, config: &ModelConfig) -> Result<Option<ImageReading>> {
-        let Some(image) = config.image else {
-            let set = [
-                ("data.mean", raw.mean.is_some()),
-                ("data.std", raw.std.is_some()),
-                ("data.flip", raw.flip.is_some()),
-                ("data.crop_padding", raw.crop_padding.is_some()),
-            ];
-            return match set.into_iter().find(|(_, is_set)| *is_set) {
-                Some((key, _)) => Err(self.bad(key, "is set, but the model takes tokens", "leave it out")),
-                None => Ok(None),
-            };
-        };
-        let (mean, std) = (
-            self.channels("data.mean", raw.mean.as_ref(), image.channels)?,
-            self.channels("data.std", raw.std.as_ref(), image.channels)?,
-        );
-        if let Some(zero) = std.iter().find(|std| **std <= 0.0) {
-            return Err(self.bad(
-                "data.std",
-                format!("is {zero}"),
-                "channels are divided by it: it is positive",
-            ));
-        }
-        let crop_padding = raw.crop_padding.unwrap_or(0);
-        if crop_padding > image.size {
-            let hint = "images are shifted by at most their own size";
-            return Err(self.bad("data.crop_padding", format!("is {crop_padding}"), hint));
-        }
-        Ok(Some(ImageReading { mean, std, flip: raw.flip.unwrap_or(false), crop_padding }))
-    }
-
-    /// A number a channel; transformers' processor for ViT has 0.5 for all.
-    fn channels(&self, key: &str, raw: Option<&raw::Channels>, channels: usize) -> Result<Vec<f32>> {
-        let numbers = match raw {
-            None => vec![0.5; channels],
-            Some(raw::Channels::All(number)) => vec![*number; channels],
-            Some(raw::Channels::Each(numbers)) => numbers.clone(),
-        };
-        if numbers.len() != channels || numbers.iter().any(|number| !number.is_finite()) {
-            let hint = format!("write one number, or {channels}: one a channel");
-            return Err(self.bad(key, format!("is {numbers:?}"), hint));
-        }
-        Ok(numbers)
-    }
-
-    fn model(&self, raw: &raw::Model, base: &Path) -> Result<(ModelConfig, Option<Value>, Weights)> {
-        let (mut config, original, folder) = match (&raw.from, &raw.preset) {
-            (Some(_), Some(_)) => {
-                return Err(self.bad("model", "has both `from` and `preset`", "keep one of them"));
-            }
-            (None, None) => {
-                return Err(self.bad(
-                    "model",
-                    "has neither `from` nor `preset`",
-                    format!("set from = \"FOLDER\", or preset to one of {}", presets::NAMES.join(", ")),
-                ));
-            }
-            (None, Some(name)) => {
-                let config = presets::preset(name).ok_or_else(|| {
-                    let nearest = keys::nearest(name, presets::NAMES.iter().copied());
-                    let hint = match nearest {
-                        Some(nearest) => format!("did you mean \"{nearest}\"?"),
-                        None => format!("the presets are {}", presets::NAMES.join(", ")),
-                    };
-                    self.bad("model.preset", format!("\"{name}\" is not known"), hint)
-                })?;
-                (config, None, None)
-            }
-            (Some(from), None) => {
-                let folder = join(base, from);
-                let value = read_config(&folder)?;
-                let config = hugging_face::read(&value).map_err(|error| CliError::Said {
-                    sentence: format!("{}: {error}", folder.join("config.json").display()),
-                    hint: error.hint(),
-                })?;
-                (config, Some(value), Some(folder))
-            }
-        };
-        if let Some(rate) = raw.dropout {
-            config.dropout = shoal_model::Dropout { embedding: rate, attention: rate, residual: rate };
-            if !(0.0..1.0).contains(&rate) {
-                return Err(self.bad("model.dropout", format!("is {rate}"), "set it between 0 and 1"));
-            }
-        }
-        let weights = match (raw.init.as_deref(), folder) {
-            (None | Some("checkpoint"), Some(folder)) => Weights::Folder(folder),
-            (None | Some("random"), None) | (Some("random"), Some(_)) => Weights::Random,
-            (Some("checkpoint"), None) => {
-                return Err(self.bad(
-                    "model.init",
-                    "is \"checkpoint\", but a preset has no weights",
-                    "set init = \"random\", or name a folder with model.from",
-                ));
-            }
-            (Some(other), _) => {
-                return Err(self.bad(
-                    "model.init",
-                    format!("is \"{other}\""),
-                    "set it to \"checkpoint\" or \"random\"",
-                ));
-            }
-        };
-        Ok((config, original, weights))
     }
 
     fn optimizer(&self, raw: raw::Optimizer) -> Result<OptimizerSettings> {
@@ -445,23 +353,6 @@ impl Validator<'_> {
             decay,
             clip_norm: raw.clip_norm,
         })
-    }
-
-    fn schedule(&self, raw: raw::Schedule) -> Result<Schedule> {
-        let kind = match raw.kind.as_str() {
-            "constant" => ScheduleKind::Constant,
-            "linear" => ScheduleKind::Linear,
-            "cosine" => ScheduleKind::Cosine,
-            other => {
-                let hint = "set it to \"constant\", \"linear\" or \"cosine\"";
-                return Err(self.bad("train.schedule.kind", format!("is \"{other}\""), hint));
-            }
-        };
-        if !(0.0..=1.0).contains(&raw.final_share) {
-            let hint = "it is the share of the peak rate left at the end, in 0..1";
-            return Err(self.bad("train.schedule.final", format!("is {}", raw.final_share), hint));
-        }
-        Ok(Schedule { kind, warmup: raw.warmup, final_share: raw.final_share })
     }
 
     fn preferences(&self, raw: &raw::Plan) -> Result<Preferences> {
@@ -518,22 +409,4 @@ impl Validator<'_> {
 fn join(base: &Path, path: &str) -> PathBuf {
     // An address is left as it is, so that the error about it shows what was written.
     if path.contains("://") { PathBuf::from(path) } else { base.join(path) }
-}
-
-/// `config.json` alone: a folder to take only the architecture from needs no weights.
-fn read_config(folder: &Path) -> Result<Value> {
-    let path = folder.join("config.json");
-    let text = std::fs::read_to_string(&path).map_err(|source| match source.kind() {
-        std::io::ErrorKind::NotFound => CliError::said(
-            format!("{}: there is no config.json there", folder.display()),
-            "model.from names a folder as transformers' save_pretrained writes it",
-        ),
-        _ => CliError::File { path: path.clone(), source },
-    })?;
-    serde_json::from_str(&text).map_err(|error| {
-        CliError::said(
-            format!("{}: it is not JSON: {error}", path.display()),
-            "use the config.json that transformers' save_pretrained writes",
-        )
-    })
 }

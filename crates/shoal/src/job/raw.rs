@@ -20,6 +20,9 @@ pub(super) struct Model {
     pub from: Option<String>,
     pub preset: Option<String>,
     pub init: Option<String>,
+    /// For models of images, in place of the preset's or the folder's.
+    pub classes: Option<usize>,
+    pub image_size: Option<usize>,
     pub dropout: Option<f32>,
 }
 
@@ -100,12 +103,28 @@ pub(super) struct Schedule {
     pub kind: String,
     pub warmup: u64,
     #[serde(rename = "final")]
-    pub final_share: f64,
+    pub final_share: Option<f64>,
+    /// Of a rate that goes in steps.
+    pub factor: Option<f64>,
+    pub every: Option<u64>,
+    pub at: Option<Vec<u64>>,
+    /// Of one cycle.
+    pub rise: Option<f64>,
+    pub start: Option<f64>,
 }
 
 impl Default for Schedule {
     fn default() -> Schedule {
-        Schedule { kind: "constant".into(), warmup: 0, final_share: 0.0 }
+        Schedule {
+            kind: "constant".into(),
+            warmup: 0,
+            final_share: None,
+            factor: None,
+            every: None,
+            at: None,
+            rise: None,
+            start: None,
+        }
     }
 }
 
