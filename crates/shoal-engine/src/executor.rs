@@ -112,10 +112,12 @@ impl Executor {
     }
 
     fn walk(&mut self, program: &Program, input: &StepInput) -> Result<StepOutcome> {
-        self.device.set_scalar(&mut self.loss, 0.0)?;
-        self.device.set_scalar(&mut self.discarded_loss, 0.0)?;
-        self.device.set_scalar(&mut self.correct, 0.0)?;
-        self.device.set_scalar(&mut self.step_number, input.step as f64)?;
+        for sum in [&mut self.loss, &mut self.discarded_loss, &mut self.correct] {
+            self.device.zero(sum)?;
+        }
+        if self.chain.drops() {
+            self.device.set_scalar(&mut self.step_number, input.step as f64)?;
+        }
         let mut step = Step {
             input,
             training: program.purpose == Purpose::Train,
@@ -145,7 +147,7 @@ impl Executor {
             };
         }
         // The device has its work; what the next step needs is read and sent behind it.
-        if let Some(next) = input.next {
+        if let Some(next) = input.next.filter(|_| self.held.is_empty()) {
             self.read_ahead(program, input.step + 1, next)?;
         }
         self.finish(&mut step)?;

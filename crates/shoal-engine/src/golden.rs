@@ -271,9 +271,8 @@ fn length(a: &[f32]) -> f64 {
 fn open(dir: &Path) -> Result<(Folder, Chain)> {
     let file = if dir.join(shape::FILE).is_file() { shape::FILE } else { CONFIG_FILE };
     let folder = Folder::described_by(dir, file)?;
-    let model = Model::read(folder.config()).map_err(|error| {
-        EngineError::BadRunFile { path: dir.join(file), what: error.to_string() }
-    })?;
+    let model = Model::read(folder.config())
+        .map_err(|error| EngineError::BadRunFile { path: dir.join(file), what: error.to_string() })?;
     Ok((folder, model.chain()))
 }
 

@@ -106,6 +106,14 @@ pub struct ColumnNorm<'a> {
     pub bias: &'a Tensor,
 }
 
+/// Sums that a batch norm's gradients add to, beside those of its group.
+pub struct NormGradients<'a> {
+    pub bias: Sum<'a>,
+    pub weight: Sum<'a>,
+    /// Where the group's statistics go, once: means and variances, each times its factor.
+    pub running: Option<[(f32, Sum<'a>); 2]>,
+}
+
 fn missing(operation: &'static str) -> Result {
     Err(DeviceError::NotHere { operation })
 }
@@ -240,7 +248,7 @@ pub trait Convolutional {
 
     /// What a group's members add up before any of them has its gradient: `sums (+)=` each column's sum of `dy` as
     /// the mask leaves it, then of that times the normed number; of the norm's rows. The former is added to the
-    /// first of the gradients too, which is that of the norm's bias, the latter to the second, of its weight.
+    /// gradient of the norm's bias too, the latter to that of its weight.
     fn column_norm_sums(
         &self,
         _norm: &ColumnNorm,
@@ -248,7 +256,7 @@ pub trait Convolutional {
         _mask: Option<&Tensor>,
         _dy: &Tensor,
         _sums: Sum,
-        _gradients: Option<[Sum; 2]>,
+        _gradients: Option<NormGradients>,
     ) -> Result {
         missing("column_norm_sums")
     }

@@ -20,7 +20,7 @@ pub mod memory;
 pub mod random;
 pub mod tensor;
 
-pub use convolutional::{Averages, ColumnNorm, Convolutional, Filters, Window};
+pub use convolutional::{Averages, ColumnNorm, Convolutional, Filters, NormGradients, Window};
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;
 pub use device::{

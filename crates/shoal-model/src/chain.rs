@@ -317,6 +317,17 @@ impl Chain {
         if self.image.is_some() { 1 } else { sequence }
     }
 
+    /// Whether some layer drops elements while it is trained.
+    pub fn drops(&self) -> bool {
+        self.layers.iter().any(|layer| match &layer.kind {
+            LayerKind::Embedding(spec) => spec.dropout > 0.0,
+            LayerKind::Patches(spec) => spec.dropout > 0.0,
+            LayerKind::Block(spec) => spec.attention_dropout.max(spec.residual_dropout) > 0.0,
+            LayerKind::Convolution(spec) => spec.dropout > 0.0,
+            LayerKind::Head(_) => false,
+        })
+    }
+
     /// Layers that take a layer's output, in chain order: more than one where branches part.
     pub fn readers(&self, layer: usize) -> impl Iterator<Item = usize> + '_ {
         let takes = move |reader: &usize| self.layers[*reader].inputs.contains(&layer);

@@ -137,6 +137,25 @@ impl Model {
         }
     }
 
+    /// Samples that batch norms take together, where there are some and not the whole batch.
+    pub fn norm_group(&self) -> Option<usize> {
+        match self {
+            Model::Transformer(_) => None,
+            Model::Convolutional(model) => model.norm_group,
+        }
+    }
+
+    /// Sets how many those are; false where there is no batch norm.
+    pub fn set_norm_group(&mut self, samples: usize) -> bool {
+        match self {
+            Model::Transformer(_) => false,
+            Model::Convolutional(model) => {
+                model.norm_group = Some(samples);
+                model.chain().has_batch_norm()
+            }
+        }
+    }
+
     /// Sets the rate of every site that drops; false where there is none.
     pub fn set_dropout(&mut self, rate: f32) -> bool {
         match self {

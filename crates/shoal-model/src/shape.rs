@@ -36,6 +36,8 @@ pub struct ConvolutionalModel {
     pub dropout: f32,
     /// The share of a label that is spread over all classes while training.
     pub label_smoothing: f32,
+    /// Samples that batch norms take together; none for the whole batch.
+    pub norm_group: Option<usize>,
 }
 
 impl ConvolutionalModel {
@@ -44,6 +46,7 @@ impl ConvolutionalModel {
             shape: convolutional::preset(name)?,
             dropout: DROPOUT,
             label_smoothing: 0.0,
+            norm_group: None,
         })
     }
 
@@ -74,6 +77,7 @@ impl ConvolutionalModel {
                 _ => {}
             }
         }
+        chain.set_norm_group(self.norm_group);
         chain
     }
 
@@ -112,7 +116,8 @@ impl ConvolutionalModel {
         if let Some(defect) = shape.defect() {
             return Err(ConfigError::Shape(defect));
         }
-        Ok(ConvolutionalModel { shape, dropout: dropout.unwrap_or(DROPOUT), label_smoothing: 0.0 })
+        let dropout = dropout.unwrap_or(DROPOUT);
+        Ok(ConvolutionalModel { shape, dropout, label_smoothing: 0.0, norm_group: None })
     }
 
     /// Writes `shape.json`.

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use shoal_kernels::device::Result;
-use shoal_kernels::{Averages, ColumnNorm, Element, Filters, Mat, Tensor, Window};
+use shoal_kernels::{Averages, ColumnNorm, Element, Filters, Mat, NormGradients, Tensor, Window};
 use shoal_model::{BatchNorm, ConvolutionSpec, Pool, Slot};
 
 use crate::layer::{Call, element};
@@ -355,25 +355,40 @@ pub(crate) fn begin_backward(
     let ConvolutionSaved { x, before, places, mask } = saved;
     let before = before.expect("what the norm was given is kept or recomputed");
     let gradient = unpool(spec, call, places, dy, None)?;
-    for (group, rows) in parts(spec, norm, call) {
-        let group = groups.get_mut(&group).expect("the forward began it");
+    let share = 1.0 / norm.group_count(call.global_batch) as f32;
+    let samples = norm.groups(call.samples.clone()).map(|(_, samples)| samples);
+    for ((number, rows), samples) in parts(spec, norm, call).into_iter().zip(samples) {
+        let group = groups.get_mut(&number).expect("the forward began it");
         let more = group.sums.is_some();
         let mut sums = match group.sums.take() {
             Some(sums) => sums,
             None => words(call, "sums of a group", 2 * spec.outputs)?,
         };
         let by = column_norm(spec, norm, parameters, &group.statistics, rows);
-        let slots = [Some(Slot::BatchNormBias), Some(Slot::BatchNormWeight)];
-        let [Some(bias), Some(weight)] = gradients.add_to_all(slots) else {
+        // The groups' statistics go into sums of their own, negative, like gradients that lead the running ones
+        // towards their mean: once each, by whoever has the group's first sample.
+        let follows = samples.start == number * norm.group.unwrap_or(0);
+        let running = [Slot::RunningMean, Slot::RunningVariance].map(|slot| Some(slot).filter(|_| follows));
+        let [bias, weight, mean, variance] = gradients.add_to_all([
+            Some(Slot::BatchNormBias),
+            Some(Slot::BatchNormWeight),
+            running[0],
+            running[1],
+        ]);
+        let (Some(bias), Some(weight)) = (bias, weight) else {
             panic!("layer {} has no gradients for its norm", call.layer)
         };
+        // The running variance is that of a sample of the group's size.
+        let unbiased = group.rows as f32 / (group.rows.max(2) - 1) as f32;
+        let running =
+            mean.zip(variance).map(|(mean, variance)| [(-share, mean), (-share * unbiased, variance)]);
         call.device.column_norm_sums(
             &by,
             &before,
             mask.as_ref(),
             &gradient,
             (&mut sums, more),
-            Some([bias, weight]),
+            Some(NormGradients { bias, weight, running }),
         )?;
         group.sums = Some(sums);
     }
@@ -405,39 +420,12 @@ pub(crate) fn finish_backward(
             &mut before,
         )?;
     }
-    follow_statistics(spec, norm, call, gradients, groups)?;
     drop(mask);
     // What the ReLU let through is also the gradient of the other branch's output.
     let others = Some(gradient).filter(|_| spec.joins);
     let mut all = convolution_gradients(spec, call, parameters, gradients, x, &before)?;
     all.extend(others);
     Ok(all)
-}
-
-/// The groups' statistics go into sums of their own, negative, like gradients that lead the running ones towards
-/// their mean: once each, by whoever has the group's first sample.
-fn follow_statistics(
-    spec: &ConvolutionSpec,
-    norm: BatchNorm,
-    call: &Call,
-    gradients: &mut Gradients,
-    groups: &Groups,
-) -> Result {
-    let share = 1.0 / norm.group_count(call.global_batch) as f32;
-    for (number, samples) in norm.groups(call.samples.clone()) {
-        if samples.start != number * norm.group.unwrap_or(0) {
-            continue;
-        }
-        let Group { statistics, rows, .. } = &groups[&number];
-        // The running variance is that of a sample of the group's size.
-        let unbiased = *rows as f32 / (rows.max(&2) - 1) as f32;
-        let factors = [(Slot::RunningMean, 0, -share), (Slot::RunningVariance, 1, -share * unbiased)];
-        for (slot, index, factor) in factors {
-            let sum = gradients.add_to(slot);
-            call.device.add_scaled(factor, row(statistics, spec.outputs, index), sum)?;
-        }
-    }
-    Ok(())
 }
 
 /// The whole backward of a layer without a norm.

@@ -8,10 +8,10 @@ use serde_json::{Value, json};
 
 use shoal_data::{Dataset, DatasetSpec, ImageSpec, Tokenizer, Variation};
 use shoal_engine::import::import_or;
-use shoal_engine::{Executor, ModelState, rate};
+use shoal_engine::{Executor, ModelState, Replay, rate};
 use shoal_kernels::cuda::GpuFacts;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
-use shoal_model::{Chain, ImageShape, Precision};
+use shoal_model::{Chain, ImageShape, Layer, LayerKind, Precision};
 use shoal_nn::layer::element;
 use shoal_nn::{OptimizerSettings, init};
 use shoal_plan::{
@@ -367,5 +367,14 @@ pub fn executor(
             })?,
         }
     }
-    Ok(Executor::new(device, chain.clone(), job.sequence, state)?)
+    let mut executor = Executor::new(device, chain.clone(), job.sequence, state)?;
+    executor.set_replay(job.graphs.unwrap_or_else(|| usual_replay(chain)));
+    Ok(executor)
+}
+
+/// What a device that can should start at once. Steps of convolutional models are many small kernels; others'
+/// are long enough that the next one is always waiting.
+pub fn usual_replay(chain: &Chain) -> Replay {
+    let convolves = |layer: &Layer| matches!(layer.kind, LayerKind::Convolution(_));
+    if chain.layers.iter().any(convolves) { Replay::Step } else { Replay::Nothing }
 }

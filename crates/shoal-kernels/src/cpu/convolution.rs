@@ -4,7 +4,7 @@
 use super::CpuDevice;
 use super::columns::merge_columns;
 use super::correlate::Convolution;
-use crate::convolutional::{Averages, ColumnNorm, Convolutional, Filters, Window};
+use crate::convolutional::{Averages, ColumnNorm, Convolutional, Filters, NormGradients, Window};
 use crate::device::{Device, Linear, Mat, MatMut, Result, Sum};
 use crate::tensor::Tensor;
 
@@ -178,13 +178,19 @@ impl Convolutional for CpuDevice {
         mask: Option<&Tensor>,
         dy: &Tensor,
         (sums, accumulate): Sum,
-        gradients: Option<[Sum; 2]>,
+        gradients: Option<NormGradients>,
     ) -> Result {
         // These rows' alone first: the gradients have those of the rows before already.
         let before = accumulate.then(|| sums.floats().to_vec());
         self.pool.install(|| self.norm_columns_sums(norm, x, mask, dy, (sums, false)));
-        for (index, (gradient, more)) in gradients.into_iter().flatten().enumerate() {
-            self.add_scaled(1.0, Mat::new(sums, 2, norm.cols).rows(index, 1), (gradient, more))?;
+        if let Some(NormGradients { bias, weight, running }) = gradients {
+            for (index, gradient) in [bias, weight].into_iter().enumerate() {
+                self.add_scaled(1.0, Mat::new(sums, 2, norm.cols).rows(index, 1), gradient)?;
+            }
+            let statistics = [norm.mean, norm.variance].into_iter();
+            for (statistic, (factor, sum)) in statistics.zip(running.into_iter().flatten()) {
+                self.add_scaled(factor, statistic, sum)?;
+            }
         }
         if let Some(before) = before {
             sums.floats_mut().iter_mut().zip(before).for_each(|(sum, before)| *sum += before);

@@ -141,7 +141,7 @@ impl CudaDevice {
             && bytes <= self.workspace.bytes()
         {
             let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
-            let workspace = self.workspace.at(0);
+            let (workspace, _held) = (self.workspace.at(0), self.hold_workspace());
             // SAFETY: the lengths are asserted; calls follow each other on one stream, so they may share the
             // workspace.
             let run = || unsafe { cudnn.forward(element, &shape, qkv, out, logsumexp, workspace) };

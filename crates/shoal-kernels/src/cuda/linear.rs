@@ -35,7 +35,7 @@ impl CudaDevice {
             let (m, n, k) = product.shape;
             format!("product {m} x {n} x {k}{}", product.epilogue.name())
         };
-        let workspace = (self.workspace.at(0), self.workspace.bytes());
+        let (workspace, _held) = ((self.workspace.at(0), self.workspace.bytes()), self.hold_workspace());
         // SAFETY: by this function's contract; products follow each other on one stream, so they may share
         // the workspace.
         self.context.timed(name, || unsafe { self.blas.product(product, workspace) })

@@ -81,6 +81,9 @@ pub struct CudaDevice {
     cudnn: Option<Arc<Cudnn>>,
     /// What libraries use for themselves, one call after the other.
     workspace: Tensor,
+    /// Held while a call that uses the workspace is queued: it may be several kernels, between which another
+    /// thread's must not come.
+    workspace_use: Mutex<()>,
     /// Partial sums between the two stages of a reduction; locked until both are queued.
     parts: Mutex<Tensor>,
     /// All zero between kernels.
@@ -155,6 +158,11 @@ impl CudaDevice {
         CudaDevice::over(self.libraries(), name, budget)
     }
 
+    /// For as long as a call that uses the workspace is being queued.
+    fn hold_workspace(&self) -> MutexGuard<'_, ()> {
+        self.workspace_use.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn libraries(&self) -> Libraries {
         let (facts, context) = (self.facts.clone(), self.context.clone());
         let (kernels, blas, cudnn) = (self.kernels.clone(), self.blas.clone(), self.cudnn.clone());
@@ -174,6 +182,7 @@ impl CudaDevice {
             tf32: false,
             deterministic: false,
             workspace: Tensor::new(&arena, "the workspace of libraries", matrix::WORKSPACE_BYTES / 4)?,
+            workspace_use: Mutex::new(()),
             parts: Mutex::new(Tensor::new(&arena, "the partial sums of reductions", PARTS)?),
             counters,
             tables: Tables::new(&arena)?,

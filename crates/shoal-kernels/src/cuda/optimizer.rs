@@ -23,22 +23,25 @@ struct Table {
     held: Vec<u64>,
 }
 
-/// The tables of norms and of updates, each behind its lock until the kernels that read it are queued.
+/// The tables of norms, of updates and of statistics that follow their batches, each behind its lock until the
+/// kernels that read it are queued.
 pub(super) struct Tables {
     squared: Mutex<Table>,
     updated: Mutex<Table>,
+    following: Mutex<Table>,
 }
 
 impl Tables {
-    /// Bytes of both.
-    pub(super) const BYTES: usize = 8 * ENTRIES * (SQUARED_WORDS + UPDATED_WORDS);
+    /// Bytes of all.
+    pub(super) const BYTES: usize = 8 * ENTRIES * (SQUARED_WORDS + 2 * UPDATED_WORDS);
 
     pub(super) fn new(arena: &Arc<Arena>) -> std::result::Result<Tables, MemoryError> {
         let table = |words: usize| {
             let memory = Tensor::new(arena, "the table of tensors", 2 * ENTRIES * words)?;
             Ok(Mutex::new(Table { memory, held: Vec::new() }))
         };
-        Ok(Tables { squared: table(SQUARED_WORDS)?, updated: table(UPDATED_WORDS)? })
+        let (squared, updated) = (table(SQUARED_WORDS)?, table(UPDATED_WORDS)?);
+        Ok(Tables { squared, updated, following: table(UPDATED_WORDS)? })
     }
 }
 
@@ -165,7 +168,9 @@ impl CudaDevice {
         tensors: &mut [Updated],
         start: impl Fn(Grid, Address, i32) -> Result,
     ) -> Result {
-        let mut table = lock(&self.tables.updated);
+        // Statistics have no states; they take turns with the parameters, and both tables stay.
+        let follow = tensors.iter().all(|updated| updated.state.is_empty());
+        let mut table = lock(if follow { &self.tables.following } else { &self.tables.updated });
         for group in tensors.chunks(ENTRIES) {
             let (mut words, mut blocks, mut entries) =
                 (Vec::with_capacity(UPDATED_WORDS * group.len()), 0, 0);

@@ -8,7 +8,9 @@ mod strips;
 use super::launch::{Address, Grid, at_or_null, launch};
 use super::reduce::RowsSum;
 use super::{CudaDevice, THREADS, element_of};
-use crate::convolutional::{Averages, ColumnNorm, Convolutional, Filters, Window, mask_elements};
+use crate::convolutional::{
+    Averages, ColumnNorm, Convolutional, Filters, NormGradients, Window, mask_elements,
+};
 use crate::device::{Mat, Result, Sum};
 use crate::tensor::{Element, Tensor};
 use strips::{EIGHT, Strips};
@@ -239,7 +241,7 @@ impl Convolutional for CudaDevice {
         mask: Option<&Tensor>,
         dy: &Tensor,
         sums: Sum,
-        gradients: Option<[Sum; 2]>,
+        gradients: Option<NormGradients>,
     ) -> Result {
         self.norm_columns_sums(norm, x, mask, dy, sums, gradients)
     }

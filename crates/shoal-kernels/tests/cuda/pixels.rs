@@ -3,7 +3,9 @@
 
 use shoal_kernels::convolutional::{byte_elements, mask_elements};
 use shoal_kernels::device::Sum;
-use shoal_kernels::{Averages, ColumnNorm, CpuDevice, Device, Element, Filters, Mat, Tensor, Window};
+use shoal_kernels::{
+    Averages, ColumnNorm, CpuDevice, Device, Element, Filters, Mat, NormGradients, Tensor, Window,
+};
 
 use crate::{
     BUDGET_BYTES, Case, Output, SUM_TOLERANCE, Strided, TOLERANCE, active, active_before, active_unwritten,
@@ -177,7 +179,7 @@ fn pool_gradient(device: &dyn Device, case: Case, sums: Option<Sum>) -> Tensor {
 
 #[test]
 fn max_pool_gradient() {
-    compare_elements("max_pool_gradient", 0.0, |device, case| {
+    compare_elements("max_pool_gradient", TOLERANCE, |device, case| {
         vec![read(device, &pool_gradient(device, case, None))]
     });
     compare_elements("max_pool_gradient with sums", SUM_TOLERANCE, |device, case| {
@@ -371,14 +373,18 @@ fn column_norm_sums() {
         let dy = active(device, case, &case.normal("dy", rows * cols));
         let mask = case.yes("relu").then(|| mask(device, case, rows, cols));
         let (mut sums, accumulate) = sums(device, case, 2 * cols);
-        let (mut of_bias, mut of_weight) =
-            (before(device, case, accumulate, cols), before(device, case, accumulate, cols));
-        let gradients = [(&mut of_bias, accumulate), (&mut of_weight, accumulate)];
+        let [mut of_bias, mut of_weight, mut of_mean, mut of_variance] =
+            [0; 4].map(|_| before(device, case, accumulate, cols));
+        let gradients = NormGradients {
+            bias: (&mut of_bias, accumulate),
+            weight: (&mut of_weight, accumulate),
+            running: Some([(2.0, (&mut of_mean, accumulate)), (-3.0, (&mut of_variance, accumulate))]),
+        };
         let gradients = case.yes("gradients").then_some(gradients);
         device.column_norm_sums(&norm, &x, mask.as_ref(), &dy, (&mut sums, accumulate), gradients).unwrap();
         let mut results = vec![read(device, &sums)];
         if case.yes("gradients") {
-            results.extend([read(device, &of_bias), read(device, &of_weight)]);
+            results.extend([&of_bias, &of_weight, &of_mean, &of_variance].map(|sum| read(device, sum)));
         }
         results
     });

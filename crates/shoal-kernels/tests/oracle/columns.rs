@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 use shoal_kernels::convolutional::{ColumnNorm, mask_elements};
-use shoal_kernels::{Convolutional, Mat};
+use shoal_kernels::{Convolutional, Mat, NormGradients};
 
 use crate::common::{config, device, integers, normal, tensor, unwritten};
 use crate::convolution::{assert_mask, floats, passes, rectified};
@@ -103,7 +103,8 @@ proptest! {
             let mut mask = with_mask.then(|| integers(&device, &bits));
             let mut out = unwritten(&device, rows * cols);
             let mut made = Vec::new();
-            let (mut of_bias, mut of_weight) = (unwritten(&device, cols), unwritten(&device, cols));
+            let [mut of_bias, mut of_weight, mut of_mean, mut of_variance] =
+                [0; 4].map(|_| unwritten(&device, cols));
             let mut begun = false;
             for group in &groups {
                 let (mut statistics, mut sums) = (unwritten(&device, 2 * cols), unwritten(&device, 2 * cols));
@@ -118,7 +119,12 @@ proptest! {
                 let middle = group.start + group.len() / 3;
                 let parts = [norm(group.start..middle), norm(middle..group.end)];
                 for (part, more) in parts.iter().zip([false, true]) {
-                    let gradients = [(&mut of_bias, begun), (&mut of_weight, begun)];
+                    let running = [(2.0, (&mut of_mean, begun)), (-3.0, (&mut of_variance, begun))];
+                    let gradients = NormGradients {
+                        bias: (&mut of_bias, begun),
+                        weight: (&mut of_weight, begun),
+                        running: (!more).then_some(running),
+                    };
                     let to = (&mut sums, more);
                     device.column_norm_sums(part, &x, mask.as_ref(), &dy, to, Some(gradients)).unwrap();
                     begun = true;
@@ -130,13 +136,13 @@ proptest! {
                 made.extend(floats(&[&statistics, &sums]));
             }
             *masks.borrow_mut() = mask.map_or(Vec::new(), |mask| mask.integers().to_vec());
-            made.extend(floats(&[&of_bias, &of_weight]));
+            made.extend(floats(&[&of_bias, &of_weight, &of_mean, &of_variance]));
             [floats(&[&out, &x, &dy]), made].concat()
         });
         let mask = masks.into_inner();
         let left = |i: usize| if with_mask && !passes(&mask, cols, i) { 0.0 } else { dy[i] };
         let slopes: Vec<f32> = (0..dy.len()).map(left).collect();
-        let mut gradients = vec![Number::default(); 2 * cols];
+        let mut gradients = vec![Number::default(); 4 * cols];
         for (index, group) in groups.iter().enumerate() {
             let elements = group.start * cols..group.end * cols;
             let [out, dx, kept] = [0, 1, 2].map(|at| &results[at][elements.clone()]);
@@ -152,7 +158,9 @@ proptest! {
             }
             assert_close("column_statistics", &results[3 + 2 * index], &expected.statistics);
             assert_close("column_norm_sums", &results[4 + 2 * index], &expected.sums);
-            gradients.iter_mut().zip(&expected.sums).for_each(|(gradient, sum)| *gradient += *sum);
+            let factors = [1.0, 1.0, 2.0, -3.0];
+            let added = expected.sums.iter().chain(&expected.statistics).enumerate();
+            added.for_each(|(at, value)| gradients[at] += *value * factors[at / cols]);
             assert_close("column_norm_gradient", dx, &expected.gradient);
             let left = if keep_masked { slopes } else { &dy[elements] };
             prop_assert!(same_bits(kept, left));

@@ -15,7 +15,7 @@ use shoal_model::{Model, Precision, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::{Planned, Preferences, StepShape, plan_one_device};
 
-use crate::assemble::LocalDevice;
+use crate::assemble::{LocalDevice, usual_replay};
 use crate::error::{CliError, Result};
 use crate::job::{DeviceChoice, bytes_text, parse_bytes};
 use crate::machine;
@@ -184,7 +184,13 @@ impl Ours {
             Some(image) => Box::new(RandomImages::new(options.batch, image.elements(), vocabulary)),
             None => Box::new(RandomTokens { vocabulary, sequence }),
         };
-        let executor = Executor::new(opened, chain, sequence, state)?;
+        let (of_images, replay) = (chain.image.is_some(), usual_replay(&chain));
+        let mut executor = Executor::new(opened, chain, sequence, state)?;
+        executor.set_replay(replay);
+        if of_images {
+            // The peer's images are on its device from the start too.
+            executor.hold_samples(&planned.program, &*data)?;
+        }
         // A scale that does not overflow: skipped steps would be no training.
         let loss_scale = if precision == Precision::Fp16 { 1024.0 } else { 1.0 };
         Ok(Ours { executor, planned, optimizer, data, loss_scale, step: 0 })

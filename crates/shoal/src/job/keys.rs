@@ -24,6 +24,7 @@ const KEYS: &[(&str, &[&str])] = &[
             "precision",
             "deterministic",
             "label_smoothing",
+            "norm_group",
             "optimizer",
             "schedule",
         ],
@@ -32,7 +33,7 @@ const KEYS: &[(&str, &[&str])] = &[
     ("train.schedule", &["kind", "warmup", "final", "factor", "every", "at", "rise", "start"]),
     ("checkpoint", &["to", "every", "keep"]),
     ("eval", &["data", "every"]),
-    ("plan", &["micro_batch", "activations", "order", "memory", "threads", "device"]),
+    ("plan", &["micro_batch", "activations", "order", "memory", "threads", "device", "graphs"]),
 ];
 
 /// The closest of the names, if any is close.

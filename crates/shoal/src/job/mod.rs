@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::{Value, json};
-use shoal_engine::Interval;
+use shoal_engine::{Interval, Replay};
 use shoal_model::{Model, Precision, UnknownPrecision};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule};
 use shoal_plan::{Activations, Preferences};
@@ -95,6 +95,8 @@ pub struct Job {
     pub checkpoint_every: Interval,
     pub checkpoints_kept: usize,
     pub eval: Option<(PathBuf, Interval)>,
+    /// What a GPU starts at once, if the job says.
+    pub graphs: Option<Replay>,
     pub preferences: Preferences,
     /// The device's budget, where the job sets one.
     pub memory_bytes: Option<u64>,
@@ -153,6 +155,10 @@ impl Job {
         if let Some(images) = &self.images {
             keys.insert(IMAGES_KEY.to_owned(), json!(images));
             keys.insert("train.label_smoothing".to_owned(), json!(self.model.label_smoothing()));
+            // Unlike a cut into micro-batches, groups change what is computed.
+            if let Some(samples) = self.model.norm_group() {
+                keys.insert("train.norm_group".to_owned(), json!(samples));
+            }
         }
         keys
     }
@@ -216,6 +222,16 @@ impl Validator<'_> {
             }
             model.set_label_smoothing(smoothing);
         }
+        if let Some(samples) = train.norm_group {
+            if samples == 0 {
+                let hint = "it is how many samples a batch norm takes together; left out, the whole batch";
+                return Err(self.bad("train.norm_group", "is 0", hint));
+            }
+            if !model.set_norm_group(samples) {
+                let hint = "leave it out";
+                return Err(self.bad("train.norm_group", "is set, but the model has no batch norm", hint));
+            }
+        }
         if train.global_batch == 0 {
             return Err(self.bad("train.global_batch", "is 0", "a step trains on at least one sample"));
         }
@@ -276,6 +292,7 @@ impl Validator<'_> {
             checkpoint_every,
             checkpoints_kept: checkpoint.keep,
             eval,
+            graphs: self.graphs(&raw.plan)?,
             preferences: self.preferences(&raw.plan)?,
             memory_bytes: self.memory(&raw.plan)?,
             threads: self.threads(&raw.plan)?,
@@ -374,6 +391,19 @@ impl Validator<'_> {
             }
         };
         Ok(Preferences { micro_batch: raw.micro_batch, activations, layer_first })
+    }
+
+    fn graphs(&self, raw: &raw::Plan) -> Result<Option<Replay>> {
+        Ok(Some(match raw.graphs.as_deref() {
+            None | Some("auto") => return Ok(None),
+            Some("off") => Replay::Nothing,
+            Some("step") => Replay::Step,
+            Some("instruction") => Replay::Instruction,
+            Some(other) => {
+                let hint = "set it to \"auto\", \"step\", \"instruction\" or \"off\"";
+                return Err(self.bad("plan.graphs", format!("is \"{other}\""), hint));
+            }
+        }))
     }
 
     fn memory(&self, raw: &raw::Plan) -> Result<Option<u64>> {

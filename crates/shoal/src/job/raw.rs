@@ -63,6 +63,7 @@ pub(super) struct Train {
     #[serde(default)]
     pub deterministic: bool,
     pub label_smoothing: Option<f32>,
+    pub norm_group: Option<usize>,
     #[serde(default)]
     pub optimizer: Optimizer,
     #[serde(default)]
@@ -165,6 +166,7 @@ pub(super) struct Plan {
     pub memory: Option<Size>,
     pub threads: Option<usize>,
     pub device: Option<String>,
+    pub graphs: Option<String>,
 }
 
 fn bytes() -> String {

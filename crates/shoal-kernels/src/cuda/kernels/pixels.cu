@@ -630,6 +630,12 @@ __device__ __forceinline__ void pixel_norm(const ColumnNorm &norm, const T *x, c
 }
 PASSING(pixel_norm, (ColumnNorm norm, const T *x, const T *residual, u8 *mask, T *out), (norm, x, residual, mask, out))
 
+// What else the sums are added to, and where the statistics go; each may be nowhere.
+struct NormGradients {
+    ColumnsSum bias, weight, mean, variance;
+    float mean_factor, variance_factor;
+};
+
 // Sums of what the mask leaves of dy, and of that times the distance from the mean.
 template <int ROWS, typename T, typename Wide>
 __device__ __forceinline__ void norm_sums_rows(const ColumnNorm &norm, const T *x, const u8 *mask, const T *dy,
@@ -667,7 +673,7 @@ __device__ __forceinline__ void norm_sums_rows(const ColumnNorm &norm, const T *
 template <typename T>
 __device__ __forceinline__ void pixel_norm_sums(const ColumnNorm &norm, const T *x, const u8 *mask, const T *dy,
                                                 float *parts, u32 *counters, const ColumnsSum &to,
-                                                const ColumnsSum &of_bias, const ColumnsSum &of_weight) {
+                                                const NormGradients &gradients) {
     float sums[2][EIGHT] = {}, totals[2];
     if (norm.of.whole) norm_sums_rows<Ahead<T>::TWO_INPUTS>(norm, x, mask, dy, Whole(), sums);
     else norm_sums_rows<1>(norm, x, mask, dy, false, sums);
@@ -678,13 +684,15 @@ __device__ __forceinline__ void pixel_norm_sums(const ColumnNorm &norm, const T 
     put_sum(to, col, totals[0]);
     put_sum(to, norm.of.cols + col, along);
     // The norm's own gradients, where they are wanted.
-    put_sum(of_bias, col, totals[0]);
-    put_sum(of_weight, col, along);
+    put_sum(gradients.bias, col, totals[0]);
+    put_sum(gradients.weight, col, along);
+    put_sum(gradients.mean, col, gradients.mean_factor * norm.mean[col]);
+    put_sum(gradients.variance, col, gradients.variance_factor * norm.variance[col]);
 }
 SUMMING(pixel_norm_sums,
         (ColumnNorm norm, const T *x, const u8 *mask, const T *dy, float *parts, u32 *counters, ColumnsSum to,
-         ColumnsSum of_bias, ColumnsSum of_weight),
-        (norm, x, mask, dy, parts, counters, to, of_bias, of_weight))
+         NormGradients gradients),
+        (norm, x, mask, dy, parts, counters, to, gradients))
 
 // x becomes its gradient: weight * scale * (dy - (plain + normed * along) * share), with what columns have in common
 // multiplied out first. With `keep`, dy becomes what the mask leaves of it.

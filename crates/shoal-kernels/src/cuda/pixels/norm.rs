@@ -2,7 +2,7 @@
 
 use super::strips::{Strips, StripsParameter};
 use super::{assert_floats, assert_mask};
-use crate::convolutional::ColumnNorm;
+use crate::convolutional::{ColumnNorm, NormGradients};
 use crate::cuda::launch::{Address, Parameter, launch};
 use crate::cuda::reduce::RowsSum;
 use crate::cuda::{CudaDevice, element_of};
@@ -37,6 +37,41 @@ impl NormParameter {
             bias: norm.bias.at(0),
             eps: norm.eps,
         }
+    }
+}
+
+/// `NormGradients` of pixels.cu.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct GradientsParameter {
+    bias: RowsSum,
+    weight: RowsSum,
+    running: [RowsSum; 2],
+    factors: [f32; 2],
+}
+
+// SAFETY: struct NormGradients.
+unsafe impl Parameter for GradientsParameter {}
+
+impl GradientsParameter {
+    /// # Panics
+    /// If a sum has not as many numbers as there are columns.
+    fn new(gradients: Option<NormGradients>, cols: usize) -> GradientsParameter {
+        let to = |sum: Option<Sum>| {
+            if let Some((sum, _)) = &sum {
+                assert_floats(sum, cols);
+            }
+            RowsSum::from(sum)
+        };
+        let Some(NormGradients { bias, weight, running }) = gradients else {
+            let none = [None, None].map(to);
+            return GradientsParameter { bias: to(None), weight: to(None), running: none, factors: [0.0; 2] };
+        };
+        let [mean, variance] = running.map_or([None, None], |both| both.map(Some));
+        let factor = |of: &Option<(f32, Sum)>| of.as_ref().map_or(0.0, |(factor, _)| *factor);
+        let factors = [factor(&mean), factor(&variance)];
+        let running = [mean, variance].map(|of| to(of.map(|(_, sum)| sum)));
+        GradientsParameter { bias: to(Some(bias)), weight: to(Some(weight)), running, factors }
     }
 }
 
@@ -121,15 +156,12 @@ impl CudaDevice {
         mask: Option<&Tensor>,
         dy: &Tensor,
         (sums, accumulate): Sum,
-        gradients: Option<[Sum; 2]>,
+        gradients: Option<NormGradients>,
     ) -> Result {
         let ((first, first_word), element) = (assert_norm(norm, x, mask), element_of(&[x, dy]));
         assert_eq!(dy.len(), x.len());
         assert_floats(sums, SETS * norm.cols);
-        for (gradient, _) in gradients.iter().flatten() {
-            assert_floats(gradient, norm.cols);
-        }
-        let [of_bias, of_weight] = gradients.map_or([None, None], |both| both.map(Some)).map(RowsSum::from);
+        let gradients = GradientsParameter::new(gradients, norm.cols);
         let strips = Strips::summing(norm.rows.len(), norm.cols, SETS);
         let (grid, norm) = (strips.grid(), NormParameter::new(norm, &strips));
         let (x, mask, dy) = (x.at(first), rows_at(mask, first_word), dy.at(first));
@@ -148,8 +180,7 @@ impl CudaDevice {
                 parts,
                 counters,
                 to,
-                of_bias,
-                of_weight
+                gradients
             )
         }
     }
