@@ -16,7 +16,7 @@ use step::{Step, Stored};
 
 use shoal_data::Inputs;
 use shoal_kernels::device::SCALAR_ELEMENTS;
-use shoal_kernels::{Device, Guard, Mat, Sgd, Tensor, Updated};
+use shoal_kernels::{Device, Guard, Mat, Sgd, Stamp, Tensor, Updated};
 use shoal_model::{Chain, LayerKind, Retention};
 use shoal_nn::layer::{self, LossSink};
 use shoal_nn::{Call, Feed, Gradients, Parameters, Randomness, Saved, head};
@@ -47,6 +47,8 @@ pub struct Executor {
     ahead: (u64, HashMap<Samples, Loaded>),
     /// Samples that every step is given, whichever it asks for.
     held: HashMap<Samples, Loaded>,
+    /// When each instruction that computes was done, where someone asks: after the first stamp, one for each.
+    stamps: Option<(Vec<Stamp>, Vec<Op>)>,
 }
 
 /// Samples on the device.
@@ -83,6 +85,7 @@ impl Executor {
             step_number,
             ahead: (0, HashMap::new()),
             held: HashMap::new(),
+            stamps: None,
         })
     }
 

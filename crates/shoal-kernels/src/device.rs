@@ -5,6 +5,7 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
+use std::time::Instant;
 
 use thiserror::Error;
 
@@ -337,6 +338,14 @@ pub struct Span {
     pub seconds: f64,
 }
 
+/// A moment in the course of what a device is asked for: see [`Device::stamp`].
+pub struct Stamp {
+    /// When it was asked for.
+    pub(crate) asked: Instant,
+    /// The device's own mark, where it works behind the host's back.
+    pub(crate) mark: u64,
+}
+
 /// A scalar is a tensor of two elements holding one f64: losses and norms stay on the device until someone
 /// asks for them.
 pub const SCALAR_ELEMENTS: usize = 2;
@@ -382,6 +391,16 @@ pub trait Device: Convolutional + Send + Sync {
     /// kernels has none.
     fn profile(&self, _on: bool) -> Result<Vec<Span>> {
         Ok(Vec::new())
+    }
+
+    /// The moment at which what was asked so far is done.
+    fn stamp(&self) -> Result<Stamp> {
+        Ok(Stamp { asked: Instant::now(), mark: 0 })
+    }
+
+    /// Seconds between each stamp and the next. Waits for the last.
+    fn seconds_between(&self, stamps: Vec<Stamp>) -> Result<Vec<f64>> {
+        Ok(stamps.windows(2).map(|pair| (pair[1].asked - pair[0].asked).as_secs_f64()).collect())
     }
 
     /// Runs `work` where the device's operations start fastest (on the CPU, inside its thread pool).

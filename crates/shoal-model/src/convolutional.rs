@@ -73,8 +73,11 @@ pub struct ConvolutionSpec {
 /// Numbers gathered at a time for a product, and places at the least.
 const SCRATCH_ELEMENTS: usize = 1 << 20;
 const SCRATCH_ROWS: usize = 64;
-/// The same where layers compute in halves: a GPU's library takes it as the room it works in.
-const HALF_SCRATCH_ELEMENTS: usize = 1 << 24;
+/// The same where layers compute in halves, at the least and at the most: a GPU's library takes it as the room it
+/// works in, and turns or pads what it is given there if that fits.
+const HALF_SCRATCH_ELEMENTS: (usize, usize) = (1 << 24, 1 << 26);
+/// Channels that a library pads the images themselves to.
+const PADDED_CHANNELS: usize = 8;
 
 fn places(size: usize, kernel: usize, stride: usize, padding: usize) -> usize {
     (size + 2 * padding - kernel) / stride + 1
@@ -128,14 +131,18 @@ impl ConvolutionSpec {
 
     /// Numbers (of four bytes) that what is under the window is gathered in; none where it lies in rows already.
     pub fn scratch_elements(&self, samples: usize, precision: Precision) -> Option<usize> {
+        if self.is_dense() {
+            return None;
+        }
         let rows = samples * self.convolved().0 * self.convolved().1;
-        let elements = if precision.is_half() { HALF_SCRATCH_ELEMENTS } else { SCRATCH_ELEMENTS };
-        let most = (elements / self.window_elements()).max(SCRATCH_ROWS);
-        let whole = rows * self.window_elements();
-        (!self.is_dense()).then(|| match precision.is_half() {
-            true => elements.max(rows.min(most) * self.window_elements()),
-            false => whole.min(most * self.window_elements()),
-        })
+        if precision.is_half() {
+            let (least, most) = HALF_SCRATCH_ELEMENTS;
+            let channels = self.image.2.max(PADDED_CHANNELS);
+            let halves = samples * self.image.0 * self.image.1 * channels + rows * self.outputs;
+            return Some((halves / 2).clamp(least, most).max(SCRATCH_ROWS * self.window_elements()));
+        }
+        let most = (SCRATCH_ELEMENTS / self.window_elements()).max(SCRATCH_ROWS);
+        Some(rows.min(most) * self.window_elements())
     }
 
     /// Whether a bit is kept for each number that the ReLU let through. A maximum that it did not let through

@@ -188,7 +188,7 @@ impl LocalDevice {
     }
 
     /// The device's name, and its model where there are several kinds.
-    fn title(&self) -> String {
+    pub fn title(&self) -> String {
         match &self.gpu {
             Some(facts) => format!("{GPU} ({})", facts.model),
             None => "the processor".into(),

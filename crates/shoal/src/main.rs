@@ -13,7 +13,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, demo, doctor, export, generate, init, plan, train, verify};
+use crate::commands::{bench, demo, doctor, export, generate, init, plan, profile, train, verify};
 
 /// Trains large neural networks on the accelerators people can actually get.
 #[derive(Parser)]
@@ -41,6 +41,8 @@ enum Command {
     Generate(generate::Options),
     /// How fast a model trains here, beside PyTorch where there is one
     Bench(bench::Options),
+    /// How long each layer takes here, by samples, written as profile.json
+    Profile(profile::Options),
     /// Compare with a reference implementation's logits, gradients and losses
     Verify(verify::Options),
 }
@@ -55,6 +57,7 @@ fn main() -> ExitCode {
         Command::Export(options) => export::run(options),
         Command::Generate(options) => generate::run(options),
         Command::Bench(options) => bench::run(options),
+        Command::Profile(options) => profile::run(options),
         Command::Verify(options) => verify::run(options),
     };
     match result {

@@ -200,7 +200,9 @@ fn what_does_not_fit_a_convolutional_model_is_refused() {
     plan("model.classes=0").fails(&["model.classes", "is 0"], "at least 1");
     plan("model.image_size=0").fails(&["model.image_size", "is 0"], "multiple");
     plan("data.sequence=17").fails(&["data.sequence", "images"], "leave it out");
-    plan("plan.micro_batch=4").fails(&["conv1"], "");
+    plan("plan.micro_batch=4").succeeds();
+    plan("train.norm_group=0").fails(&["train.norm_group", "is 0"], "whole batch");
+    plan("plan.graphs=some").fails(&["plan.graphs", "some"], "instruction");
     plan("train.precision=bf16").fails(&["bf16"], "fp32");
     plan("model.init=checkpoint").succeeds();
     folder

@@ -4,10 +4,10 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use shoal_kernels::Pass;
 use shoal_kernels::random::fold;
-use shoal_plan::{Instruction, Op, Samples};
+use shoal_plan::{Instruction, Op, Program, Samples};
 
 use super::Executor;
-use super::step::Step;
+use super::step::{Step, StepInput};
 use crate::error::Result;
 
 /// What a device may start at once instead of one by one.
@@ -27,10 +27,35 @@ impl Executor {
         self.replay = replay;
     }
 
+    /// Runs a training program, and says how many seconds the device took for each instruction that computes. One
+    /// that starts whole steps at once cannot tell.
+    pub fn time_instructions(&mut self, program: &Program, input: &StepInput) -> Result<Vec<(Op, f64)>> {
+        assert_ne!(self.replay, Replay::Step, "a step that is started at once has no parts");
+        self.stamps = Some((Vec::new(), Vec::new()));
+        let run = self.run(program, input);
+        let (stamps, ops) = self.stamps.take().unwrap_or_default();
+        let seconds = self.device.seconds_between(stamps)?;
+        run?;
+        Ok(ops.into_iter().zip(seconds).collect())
+    }
+
+    fn stamp(&mut self, done: Option<Op>) -> Result {
+        if let Some((stamps, ops)) = &mut self.stamps {
+            stamps.push(self.device.stamp()?);
+            ops.extend(done);
+        }
+        Ok(())
+    }
+
     /// Instructions that only compute: as one pass, as a pass each, or one by one.
     pub(super) fn compute(&mut self, step: &mut Step, instructions: &[Instruction]) -> Result {
+        self.stamp(None)?;
         if self.replay == Replay::Nothing {
-            return instructions.iter().try_for_each(|instruction| self.execute(step, instruction));
+            for instruction in instructions {
+                self.execute(step, instruction)?;
+                self.stamp(Some(instruction.op))?;
+            }
+            return Ok(());
         }
         let mut key = self.pass_key(step, instructions);
         let passes = match self.replay {
@@ -56,6 +81,7 @@ impl Executor {
                 return Err(error);
             }
             self.device.end_pass()?;
+            self.stamp(Some(instructions[0].op))?;
         }
         Ok(())
     }

@@ -8,7 +8,7 @@ use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, laun
 use super::{CudaDevice, element_of};
 use crate::device::{
     AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
-    Mat, MatMut, NormKind, Pass, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Span, Sum, Updated,
+    Mat, MatMut, NormKind, Pass, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Span, Stamp, Sum, Updated,
 };
 use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
@@ -64,6 +64,14 @@ impl CudaDevice {
 impl Device for CudaDevice {
     fn name(&self) -> &str {
         &self.name
+    }
+
+    fn stamp(&self) -> Result<Stamp> {
+        self.context.stamp()
+    }
+
+    fn seconds_between(&self, stamps: Vec<Stamp>) -> Result<Vec<f64>> {
+        self.context.seconds_between(stamps)
     }
 
     fn begin_pass(&self, key: u64) -> Result<Pass> {

@@ -7,7 +7,7 @@ use std::time::Instant;
 use cudarc::driver::sys;
 
 use super::context::{self, Context};
-use crate::device::{Result, Span};
+use crate::device::{Result, Span, Stamp};
 
 /// The first driver that tells the time between events by the call we use.
 const EVENT_TIMES: i32 = 12080;
@@ -70,15 +70,42 @@ impl Context {
     /// # Safety
     /// Both were recorded, and the stream has passed them.
     unsafe fn between(&self, start: sys::CUevent, end: sys::CUevent) -> Result<f32> {
-        let mut milliseconds = 0.0f32;
         // SAFETY: by this function's contract; destroyed once.
         unsafe {
-            let taken = sys::cuEventElapsedTime_v2(&mut milliseconds, start, end);
-            self.check("cuEventElapsedTime", taken)?;
+            let milliseconds = self.apart(start, end)?;
             self.check("cuEventDestroy", sys::cuEventDestroy_v2(start))?;
             self.check("cuEventDestroy", sys::cuEventDestroy_v2(end))?;
+            Ok(milliseconds)
         }
+    }
+
+    /// # Safety
+    /// As for `between`.
+    unsafe fn apart(&self, start: sys::CUevent, end: sys::CUevent) -> Result<f32> {
+        let mut milliseconds = 0.0f32;
+        // SAFETY: by this function's contract.
+        let taken = unsafe { sys::cuEventElapsedTime_v2(&mut milliseconds, start, end) };
+        self.check("cuEventElapsedTime", taken)?;
         Ok(milliseconds)
+    }
+
+    pub(super) fn stamp(&self) -> Result<Stamp> {
+        context::needs_driver(EVENT_TIMES)?;
+        Ok(Stamp { asked: Instant::now(), mark: self.mark()? as u64 })
+    }
+
+    pub(super) fn seconds_between(&self, stamps: Vec<Stamp>) -> Result<Vec<f64>> {
+        self.wait()?;
+        let events: Vec<sys::CUevent> = stamps.iter().map(|stamp| stamp.mark as sys::CUevent).collect();
+        // SAFETY: they are events of `stamp`, which the stream has passed.
+        let apart =
+            |pair: &[sys::CUevent]| unsafe { self.apart(pair[0], pair[1]) }.map(|ms| f64::from(ms) / 1e3);
+        let seconds = events.windows(2).map(apart).collect();
+        for event in events {
+            // SAFETY: the stamps were used up, so that each is destroyed once.
+            self.check("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(event) })?;
+        }
+        seconds
     }
 
     /// Milliseconds that the GPU takes for what `work` queues; with a driver that cannot tell, those until it

@@ -2,20 +2,15 @@
 //! The two take turns, so that a busy neighbour or a warm device hits both.
 
 use std::io::{BufRead, BufReader, Write};
-use std::ops::Range;
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::time::Instant;
 
 use serde_json::json;
-use shoal_data::Inputs;
-use shoal_engine::executor::Batch;
-use shoal_engine::{EngineError, Executor, ModelState, StepInput};
-use shoal_kernels::random::{fill_normal, mix64};
-use shoal_model::{Model, Precision, presets};
-use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
-use shoal_plan::{Planned, Preferences, StepShape, plan_one_device};
+use shoal_model::{Model, Precision};
+use shoal_nn::{OptimizerKind, OptimizerSettings};
+use shoal_plan::Planned;
 
-use crate::assemble::{LocalDevice, usual_replay};
+use super::trial::{ModelOptions, Trial, TrialSettings, median};
+use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
 use crate::job::{DeviceChoice, bytes_text, parse_bytes};
 use crate::machine;
@@ -27,17 +22,11 @@ const PEER_HINT: &str = "--peer names a Python that has PyTorch";
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// A preset (gpt2-124m, llama-1b, resnet50, …), or gpt2:WIDTH,LAYERS,HEADS,VOCABULARY, or bert: and the same
-    model: String,
+    #[command(flatten)]
+    of: ModelOptions,
     /// Samples of a step
     #[arg(long, default_value_t = 8)]
     batch: usize,
-    /// Tokens of a sample [default: 1024, or the model's positions where these are fewer]
-    #[arg(long)]
-    sequence: Option<usize>,
-    /// Rows and columns of an image [default: the model's own]
-    #[arg(long)]
-    image_size: Option<usize>,
     /// fp32, tf32, bf16 or fp16
     #[arg(long, default_value = "fp32")]
     precision: Precision,
@@ -75,143 +64,6 @@ pub struct Options {
 
 /// Steps before anything is measured.
 const WARM_UP_STEPS: usize = 3;
-
-/// Tokens of a sample where nothing is said.
-const SEQUENCE: usize = 1024;
-
-/// Random tokens; the target is the next one.
-struct RandomTokens {
-    vocabulary: usize,
-    sequence: usize,
-}
-
-impl Batch for RandomTokens {
-    fn read(
-        &self,
-        samples: Range<usize>,
-        inputs: Inputs,
-        targets: &mut [i32],
-    ) -> std::result::Result<(), EngineError> {
-        let tokens = inputs.tokens();
-        let token = |place: usize| (mix64(place as u64) % self.vocabulary as u64) as i32;
-        let first = samples.start * self.sequence;
-        for (index, (input, target)) in tokens.iter_mut().zip(targets).enumerate() {
-            (*input, *target) = (token(first + index), token(first + index + 1));
-        }
-        Ok(())
-    }
-}
-
-/// Noise of random classes, drawn once.
-struct RandomImages {
-    pixels: Vec<f32>,
-    labels: Vec<i32>,
-}
-
-impl RandomImages {
-    fn new(samples: usize, elements: usize, classes: usize) -> RandomImages {
-        let mut pixels = vec![0.0; samples * elements];
-        fill_normal(&mut pixels, 0, 0, 1.0);
-        let label = |sample: usize| (mix64(sample as u64) % classes as u64) as i32;
-        RandomImages { pixels, labels: (0..samples).map(label).collect() }
-    }
-}
-
-impl Batch for RandomImages {
-    fn read(
-        &self,
-        samples: Range<usize>,
-        inputs: Inputs,
-        targets: &mut [i32],
-    ) -> std::result::Result<(), EngineError> {
-        let each = self.pixels.len() / self.labels.len();
-        inputs.images().copy_from_slice(&self.pixels[samples.start * each..samples.end * each]);
-        targets.copy_from_slice(&self.labels[samples]);
-        Ok(())
-    }
-}
-
-/// As models of the kind are usually trained.
-fn optimizer(model: &Model) -> OptimizerSettings {
-    match model {
-        Model::Transformer(_) => OptimizerSettings {
-            kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
-            lr: 3e-4,
-            weight_decay: 0.1,
-            decay: Decay::Matrices,
-            clip_norm: Some(1.0),
-        },
-        Model::Convolutional(_) => OptimizerSettings {
-            kind: OptimizerKind::Sgd { momentum: 0.9 },
-            lr: 0.01,
-            weight_decay: 1e-4,
-            decay: Decay::All,
-            clip_norm: None,
-        },
-    }
-}
-
-/// Our side: a model that trains so many steps when asked.
-struct Ours {
-    executor: Executor,
-    planned: Planned,
-    optimizer: OptimizerSettings,
-    data: Box<dyn Batch>,
-    loss_scale: f32,
-    step: u64,
-}
-
-impl Ours {
-    fn new(model: &Model, sequence: usize, options: &Options, device: &LocalDevice) -> Result<Ours> {
-        let precision = options.precision;
-        let (chain, optimizer) = (model.chain(), optimizer(model));
-        let shape = StepShape {
-            global_batch: options.batch,
-            sequence,
-            precision,
-            optimizer_states: optimizer.state_names().len(),
-        };
-        let wanted = Preferences { micro_batch: options.micro_batch, ..Preferences::default() };
-        let planned = plan_one_device(&chain, shape, &device.offer(), wanted)?;
-        let opened = device.open(precision, options.deterministic)?;
-        let mut state = ModelState::allocate(&*opened, &chain, sequence, precision, Some(&optimizer))?;
-        state.fill(&*opened, &chain, |spec, out| {
-            init::fill(spec, 0, 0, out);
-            Ok(())
-        })?;
-        let vocabulary = chain.vocabulary;
-        let data: Box<dyn Batch> = match chain.image {
-            Some(image) => Box::new(RandomImages::new(options.batch, image.elements(), vocabulary)),
-            None => Box::new(RandomTokens { vocabulary, sequence }),
-        };
-        let (of_images, replay) = (chain.image.is_some(), usual_replay(&chain));
-        let mut executor = Executor::new(opened, chain, sequence, state)?;
-        executor.set_replay(replay);
-        if of_images {
-            // The peer's images are on its device from the start too.
-            executor.hold_samples(&planned.program, &*data)?;
-        }
-        // A scale that does not overflow: skipped steps would be no training.
-        let loss_scale = if precision == Precision::Fp16 { 1024.0 } else { 1.0 };
-        Ok(Ours { executor, planned, optimizer, data, loss_scale, step: 0 })
-    }
-
-    /// Seconds that so many steps took, and the last one's loss.
-    fn train(&mut self, steps: usize) -> Result<(f64, f64)> {
-        let started = Instant::now();
-        let mut loss = f64::NAN;
-        for _ in 0..steps {
-            let input = StepInput {
-                loss_scale: self.loss_scale,
-                next: Some(&*self.data),
-                ..StepInput::train(self.step, 0, self.optimizer.lr, &self.optimizer, &*self.data)
-            };
-            loss = self.executor.run(&self.planned.program, &input)?.loss();
-            self.step += 1;
-        }
-        Ok((started.elapsed().as_secs_f64(), loss))
-    }
-}
 
 /// The other side: a process that does the same.
 struct Peer {
@@ -273,88 +125,17 @@ impl Drop for Peer {
     }
 }
 
-fn model(name: &str) -> Result<Model> {
-    let unknown = || {
-        CliError::said(
-            format!("\"{name}\" is not a model"),
-            format!(
-                "the presets are {}; or write gpt2:WIDTH,LAYERS,HEADS,VOCABULARY, or bert: and the same",
-                Model::preset_names().collect::<Vec<_>>().join(", ")
-            ),
-        )
-    };
-    let Some((family, shape)) = name.split_once(':') else {
-        return Model::preset(name).ok_or_else(unknown);
-    };
-    let numbers: Vec<usize> = shape.split(',').filter_map(|number| number.parse().ok()).collect();
-    match (family, &numbers[..]) {
-        (_, [width, _, heads, vocabulary])
-            if *heads == 0 || !width.is_multiple_of(*heads) || width * vocabulary == 0 =>
-        {
-            Err(unknown())
-        }
-        ("gpt2", [width, layers, heads, vocabulary]) => {
-            Ok(Model::Transformer(presets::gpt2(*vocabulary, *width, *layers, *heads, 1 << 20)))
-        }
-        ("bert", [width, layers, heads, vocabulary]) => {
-            let config = presets::bert(*vocabulary, *width, *layers, *heads, 4 * width, 1 << 20);
-            Ok(Model::Transformer(config))
-        }
-        _ => Err(unknown()),
-    }
-}
-
 /// Few a second with a decimal: models of images are slow to count.
 fn rate_text(rate: f64) -> String {
     if rate < 100.0 { format!("{rate:.1}") } else { short(rate) }
 }
 
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
-/// The model as the options want it, and the rows of a sample.
-fn sized(options: &Options) -> Result<(Model, usize)> {
-    let mut model = model(&options.model)?;
-    let bad = |what: String, hint: &str| Err(CliError::said(what, hint));
-    if [options.batch, options.rounds, options.sequence.unwrap_or(1)].contains(&0) {
-        let what = "--batch, --sequence and --rounds are at least 1".to_owned();
-        return bad(what, "leave them out for the defaults");
-    }
-    if model.image().is_some() {
-        if options.sequence.is_some() {
-            return bad(
-                format!("{}: an image has no --sequence", options.model),
-                "--image-size sets its size",
-            );
-        }
-        if let Some(size) = options.image_size {
-            model.set_image_size(size);
-        }
-        if let Some(defect) = model.defect() {
-            return bad(format!("--image-size: {defect}"), "leave it out for the model's own");
-        }
-        let positions = model.positions();
-        return Ok((model, positions));
-    }
-    if options.image_size.is_some() {
-        return bad(format!("{}: it takes tokens, not images", options.model), "leave --image-size out");
-    }
-    let positions = model.positions();
-    let sequence = options.sequence.unwrap_or(SEQUENCE.min(positions));
-    if sequence > positions {
-        let what = format!("--sequence is {sequence}, but {} has {positions} positions", options.model);
-        return bad(what, "leave it out for as many as there are");
-    }
-    if let Model::Transformer(config) = &mut model {
-        config.positions = sequence;
-    }
-    Ok((model, sequence))
-}
-
 pub fn run(options: Options) -> Result {
-    let (model, sequence) = sized(&options)?;
+    if [options.batch, options.rounds].contains(&0) {
+        let what = "--batch and --rounds are at least 1".to_owned();
+        return Err(CliError::said(what, "leave them out for the defaults"));
+    }
+    let (model, sequence) = options.of.sized()?;
     let precision = options.precision;
     let memory = match options.memory.as_deref().map(parse_bytes).transpose() {
         Ok(memory) => memory,
@@ -364,7 +145,7 @@ pub fn run(options: Options) -> Result {
     device.assert_computes(precision)?;
     let start_peer = |python: &str| -> Result<Peer> {
         let job = json!({
-            "config": described(&model, &options.model), "batch": options.batch,
+            "config": described(&model, &options.of.model), "batch": options.batch,
             "sequence": sequence, "precision": precision.name(), "threads": device.threads,
             "device": if device.gpu.is_some() { "cuda" } else { "cpu" },
             // Compiling for a processor needs a C++ compiler and gains little there.
@@ -377,7 +158,14 @@ pub fn run(options: Options) -> Result {
     };
     let mut peer = options.peer.as_deref().map(start_peer).transpose()?;
     let before = machine::resident_peak_bytes().unwrap_or(0);
-    let mut ours = Ours::new(&model, sequence, &options, &device)?;
+    let settings = TrialSettings {
+        batch: options.batch,
+        sequence,
+        precision,
+        micro_batch: options.micro_batch,
+        deterministic: options.deterministic,
+    };
+    let mut ours = Trial::new(&model, &settings, &device)?;
     // The first steps pay for memory and warm-up.
     ours.train(WARM_UP_STEPS)?;
     if let Some(peer) = &mut peer {
@@ -484,7 +272,7 @@ impl Measured {
 
     fn json(&self, options: &Options, device: &LocalDevice) -> serde_json::Value {
         let mut out = json!({
-            "model": options.model, "batch": options.batch,
+            "model": options.of.model, "batch": options.batch,
             "precision": options.precision.name(), "device": device.kind(), "loss": self.loss,
             "mfu": self.mfu(), "matrix_flops_per_second": self.peak,
             "ratio": self.theirs.map(|theirs| self.ours / theirs.0),
@@ -522,7 +310,7 @@ impl Measured {
         };
         println!(
             "{}, {samples} in micro-batches of {}, {optimizer}; median of {}{}",
-            options.model,
+            options.of.model,
             micro_batches[0].count(),
             options.rounds,
             if self.theirs.is_some() { ", the two in turn" } else { "" }
@@ -557,7 +345,7 @@ impl Measured {
 /// Steps that are timed kernel by kernel.
 const PROFILED_STEPS: usize = 5;
 
-fn profile(ours: &mut Ours) -> Result {
+fn profile(ours: &mut Trial) -> Result {
     let device = ours.executor.device().clone();
     device.profile(true)?;
     ours.train(PROFILED_STEPS)?;

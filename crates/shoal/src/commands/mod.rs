@@ -7,5 +7,7 @@ pub mod export;
 pub mod generate;
 pub mod init;
 pub mod plan;
+pub mod profile;
 pub mod train;
+mod trial;
 pub mod verify;

@@ -121,7 +121,7 @@ with device:
         model = OfImages() if convolutional or family == "vit" else OfTokens()
 model.train()
 if convolutional:
-    options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 1e-4, "fused": True}
+    options = {"lr": 1e-4, "momentum": 0.9, "weight_decay": 1e-4, "fused": True}
     optimizer, clip = torch.optim.SGD(model.parameters(), **options), None
 else:
     groups = [

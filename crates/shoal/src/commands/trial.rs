@@ -1,0 +1,264 @@
+//! A model trained on random tokens or images, as fast as it goes: what `bench` and `profile` measure.
+
+use std::ops::Range;
+use std::time::Instant;
+
+use shoal_data::Inputs;
+use shoal_engine::executor::Batch;
+use shoal_engine::{EngineError, Executor, ModelState, StepInput};
+use shoal_kernels::random::{fill_normal, mix64};
+use shoal_model::{Model, Precision, presets};
+use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
+use shoal_plan::{Op, Planned, Preferences, StepShape, plan_one_device};
+
+use crate::assemble::{LocalDevice, usual_replay};
+use crate::error::{CliError, Result};
+
+/// Tokens of a sample where nothing is said.
+const SEQUENCE: usize = 1024;
+
+/// Which model, and of what size its samples are.
+#[derive(clap::Args)]
+pub struct ModelOptions {
+    /// A preset (gpt2-124m, llama-1b, resnet50, …), or gpt2:WIDTH,LAYERS,HEADS,VOCABULARY, or bert: and the same
+    pub model: String,
+    /// Tokens of a sample [default: 1024, or the model's positions where these are fewer]
+    #[arg(long)]
+    sequence: Option<usize>,
+    /// Rows and columns of an image [default: the model's own]
+    #[arg(long)]
+    image_size: Option<usize>,
+}
+
+impl ModelOptions {
+    /// The model as the options want it, and the rows of a sample.
+    pub fn sized(&self) -> Result<(Model, usize)> {
+        let mut model = model(&self.model)?;
+        let bad = |what: String, hint: &str| Err(CliError::said(what, hint));
+        if self.sequence == Some(0) {
+            return bad("--sequence is at least 1".to_owned(), "leave it out for the default");
+        }
+        if model.image().is_some() {
+            if self.sequence.is_some() {
+                return bad(
+                    format!("{}: an image has no --sequence", self.model),
+                    "--image-size sets its size",
+                );
+            }
+            if let Some(size) = self.image_size {
+                model.set_image_size(size);
+            }
+            if let Some(defect) = model.defect() {
+                return bad(format!("--image-size: {defect}"), "leave it out for the model's own");
+            }
+            let positions = model.positions();
+            return Ok((model, positions));
+        }
+        if self.image_size.is_some() {
+            return bad(format!("{}: it takes tokens, not images", self.model), "leave --image-size out");
+        }
+        let positions = model.positions();
+        let sequence = self.sequence.unwrap_or(SEQUENCE.min(positions));
+        if sequence > positions {
+            let what = format!("--sequence is {sequence}, but {} has {positions} positions", self.model);
+            return bad(what, "leave it out for as many as there are");
+        }
+        if let Model::Transformer(config) = &mut model {
+            config.positions = sequence;
+        }
+        Ok((model, sequence))
+    }
+}
+
+fn model(name: &str) -> Result<Model> {
+    let unknown = || {
+        CliError::said(
+            format!("\"{name}\" is not a model"),
+            format!(
+                "the presets are {}; or write gpt2:WIDTH,LAYERS,HEADS,VOCABULARY, or bert: and the same",
+                Model::preset_names().collect::<Vec<_>>().join(", ")
+            ),
+        )
+    };
+    let Some((family, shape)) = name.split_once(':') else {
+        return Model::preset(name).ok_or_else(unknown);
+    };
+    let numbers: Vec<usize> = shape.split(',').filter_map(|number| number.parse().ok()).collect();
+    match (family, &numbers[..]) {
+        (_, [width, _, heads, vocabulary])
+            if *heads == 0 || !width.is_multiple_of(*heads) || width * vocabulary == 0 =>
+        {
+            Err(unknown())
+        }
+        ("gpt2", [width, layers, heads, vocabulary]) => {
+            Ok(Model::Transformer(presets::gpt2(*vocabulary, *width, *layers, *heads, 1 << 20)))
+        }
+        ("bert", [width, layers, heads, vocabulary]) => {
+            let config = presets::bert(*vocabulary, *width, *layers, *heads, 4 * width, 1 << 20);
+            Ok(Model::Transformer(config))
+        }
+        _ => Err(unknown()),
+    }
+}
+
+pub fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Random tokens; the target is the next one.
+struct RandomTokens {
+    vocabulary: usize,
+    sequence: usize,
+}
+
+impl Batch for RandomTokens {
+    fn read(
+        &self,
+        samples: Range<usize>,
+        inputs: Inputs,
+        targets: &mut [i32],
+    ) -> std::result::Result<(), EngineError> {
+        let tokens = inputs.tokens();
+        let token = |place: usize| (mix64(place as u64) % self.vocabulary as u64) as i32;
+        let first = samples.start * self.sequence;
+        for (index, (input, target)) in tokens.iter_mut().zip(targets).enumerate() {
+            (*input, *target) = (token(first + index), token(first + index + 1));
+        }
+        Ok(())
+    }
+}
+
+/// Noise of random classes, drawn once.
+struct RandomImages {
+    pixels: Vec<f32>,
+    labels: Vec<i32>,
+}
+
+impl RandomImages {
+    fn new(samples: usize, elements: usize, classes: usize) -> RandomImages {
+        let mut pixels = vec![0.0; samples * elements];
+        fill_normal(&mut pixels, 0, 0, 1.0);
+        let label = |sample: usize| (mix64(sample as u64) % classes as u64) as i32;
+        RandomImages { pixels, labels: (0..samples).map(label).collect() }
+    }
+}
+
+impl Batch for RandomImages {
+    fn read(
+        &self,
+        samples: Range<usize>,
+        inputs: Inputs,
+        targets: &mut [i32],
+    ) -> std::result::Result<(), EngineError> {
+        let each = self.pixels.len() / self.labels.len();
+        inputs.images().copy_from_slice(&self.pixels[samples.start * each..samples.end * each]);
+        targets.copy_from_slice(&self.labels[samples]);
+        Ok(())
+    }
+}
+
+/// As models of the kind are usually trained.
+fn optimizer(model: &Model) -> OptimizerSettings {
+    match model {
+        Model::Transformer(_) => OptimizerSettings {
+            kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
+            lr: 3e-4,
+            weight_decay: 0.1,
+            decay: Decay::Matrices,
+            clip_norm: Some(1.0),
+        },
+        Model::Convolutional(_) => OptimizerSettings {
+            kind: OptimizerKind::Sgd { momentum: 0.9 },
+            // So low that a VGG learns from one image over and over without overflowing; the speed is the same.
+            lr: 1e-4,
+            weight_decay: 1e-4,
+            decay: Decay::All,
+            clip_norm: None,
+        },
+    }
+}
+
+/// What to train it on, and in what.
+#[derive(Clone, Copy)]
+pub struct TrialSettings {
+    pub batch: usize,
+    /// Rows of a sample.
+    pub sequence: usize,
+    pub precision: Precision,
+    pub micro_batch: Option<usize>,
+    /// Only kernels that give the same bits every time.
+    pub deterministic: bool,
+}
+
+/// A model that trains so many steps when asked.
+pub struct Trial {
+    pub executor: Executor,
+    pub planned: Planned,
+    pub optimizer: OptimizerSettings,
+    data: Box<dyn Batch>,
+    loss_scale: f32,
+    step: u64,
+}
+
+impl Trial {
+    pub fn new(model: &Model, settings: &TrialSettings, device: &LocalDevice) -> Result<Trial> {
+        let TrialSettings { batch, sequence, precision, .. } = *settings;
+        let (chain, optimizer) = (model.chain(), optimizer(model));
+        let shape = StepShape {
+            global_batch: batch,
+            sequence,
+            precision,
+            optimizer_states: optimizer.state_names().len(),
+        };
+        let wanted = Preferences { micro_batch: settings.micro_batch, ..Preferences::default() };
+        let planned = plan_one_device(&chain, shape, &device.offer(), wanted)?;
+        let opened = device.open(precision, settings.deterministic)?;
+        let mut state = ModelState::allocate(&*opened, &chain, sequence, precision, Some(&optimizer))?;
+        state.fill(&*opened, &chain, |spec, out| {
+            init::fill(spec, 0, 0, out);
+            Ok(())
+        })?;
+        let vocabulary = chain.vocabulary;
+        let data: Box<dyn Batch> = match chain.image {
+            Some(image) => Box::new(RandomImages::new(batch, image.elements(), vocabulary)),
+            None => Box::new(RandomTokens { vocabulary, sequence }),
+        };
+        let (of_images, replay) = (chain.image.is_some(), usual_replay(&chain));
+        let mut executor = Executor::new(opened, chain, sequence, state)?;
+        executor.set_replay(replay);
+        if of_images {
+            // The peer's images are on its device from the start too.
+            executor.hold_samples(&planned.program, &*data)?;
+        }
+        // A scale that does not overflow: skipped steps would be no training.
+        let loss_scale = if precision == Precision::Fp16 { 1024.0 } else { 1.0 };
+        Ok(Trial { executor, planned, optimizer, data, loss_scale, step: 0 })
+    }
+
+    /// Seconds that so many steps took, and the last one's loss.
+    pub fn train(&mut self, steps: usize) -> Result<(f64, f64)> {
+        let started = Instant::now();
+        let mut loss = f64::NAN;
+        for _ in 0..steps {
+            let input = StepInput {
+                loss_scale: self.loss_scale,
+                next: Some(&*self.data),
+                ..StepInput::train(self.step, 0, self.optimizer.lr, &self.optimizer, &*self.data)
+            };
+            loss = self.executor.run(&self.planned.program, &input)?.loss();
+            self.step += 1;
+        }
+        Ok((started.elapsed().as_secs_f64(), loss))
+    }
+
+    /// One step, and the seconds of each instruction that computes.
+    pub fn time_instructions(&mut self) -> Result<Vec<(Op, f64)>> {
+        let input = StepInput {
+            loss_scale: self.loss_scale,
+            ..StepInput::train(self.step, 0, self.optimizer.lr, &self.optimizer, &*self.data)
+        };
+        self.step += 1;
+        Ok(self.executor.time_instructions(&self.planned.program, &input)?)
+    }
+}
