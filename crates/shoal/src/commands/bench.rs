@@ -200,7 +200,7 @@ pub fn run(options: Options) -> Result {
         ours: median(&mut our_rates),
         theirs,
         loss,
-        predicted: ours.planned.memory.total(),
+        predicted: ours.planned.memory.total() + ours.held_bytes,
         counted: opened.arena().peak(),
         driver: opened.driver_bytes(),
         resident: machine::resident_peak_bytes().unwrap_or(0).saturating_sub(before),

@@ -194,6 +194,8 @@ pub struct TrialSettings {
 /// A model that trains so many steps when asked.
 pub struct Trial {
     pub executor: Executor,
+    /// What samples take that stay on the device.
+    pub held_bytes: u64,
     pub planned: Planned,
     pub optimizer: OptimizerSettings,
     data: Box<dyn Batch>,
@@ -227,13 +229,16 @@ impl Trial {
         let (of_images, replay) = (chain.image.is_some(), usual_replay(&chain));
         let mut executor = Executor::new(opened, chain, sequence, state)?;
         executor.set_replay(replay);
-        if of_images {
+        let mut held_bytes = 0;
+        if of_images && device.gpu.is_some() {
             // The peer's images are on its device from the start too.
+            let before = executor.device().arena().used();
             executor.hold_samples(&planned.program, &*data)?;
+            held_bytes = executor.device().arena().used() - before;
         }
         // A scale that does not overflow: skipped steps would be no training.
         let loss_scale = if precision == Precision::Fp16 { 1024.0 } else { 1.0 };
-        Ok(Trial { executor, planned, optimizer, data, loss_scale, step: 0 })
+        Ok(Trial { held_bytes, executor, planned, optimizer, data, loss_scale, step: 0 })
     }
 
     /// Seconds that so many steps took, and the last one's loss.
