@@ -63,7 +63,7 @@ impl Executor {
             _ => instructions.chunks(instructions.len()),
         };
         for instructions in passes {
-            key = fold(key, u64::from(instructions[0].id));
+            key = next_key(key, instructions);
             let pass = self.device.begin_pass(key)?;
             // A whole step that is known leaves nothing behind; parts of one make what later parts use, though
             // the device does nothing for it yet.
@@ -112,5 +112,26 @@ pub(super) fn only_computes(op: &Op) -> bool {
         | Op::SumLoss
         | Op::GradientNorm => true,
         Op::Load { .. } | Op::CountTargets | Op::Predict { .. } | Op::Update { .. } => false,
+    }
+}
+
+/// The key of a pass over these instructions, after one with another key. One over the first instruction alone is not
+/// the one over the whole step that begins with it.
+fn next_key(key: u64, instructions: &[Instruction]) -> u64 {
+    fold(fold(key, u64::from(instructions[0].id)), instructions.len() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use shoal_plan::Lane;
+
+    use super::*;
+
+    #[test]
+    fn a_pass_is_known_by_where_it_begins_and_how_far_it_goes() {
+        let instruction = |id| Instruction { id, op: Op::SumLoss, lane: Lane::Compute, after: Vec::new() };
+        let all = [instruction(3), instruction(4)];
+        let keys = [next_key(7, &all), next_key(7, &all[..1]), next_key(7, &all[1..]), next_key(8, &all)];
+        assert_eq!(keys.iter().collect::<std::collections::HashSet<_>>().len(), keys.len());
     }
 }
