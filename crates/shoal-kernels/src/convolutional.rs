@@ -3,12 +3,11 @@
 //! Images, filters and their gradients are of the kind of element that layers compute with; biases, what norms
 //! are made of, and every sum over pixels are f32 in all of them.
 //!
-//! They stand apart from [`crate::device::Device`] because a device may be without them: each says so with an
-//! error of its own kind, until it has an implementation.
+//! They stand apart from [`crate::device::Device`] because there are many of them, and no other model needs them.
 
 use std::ops::Range;
 
-use crate::device::{DeviceError, Mat, Result, Sum};
+use crate::device::{Mat, Result, Sum};
 use crate::tensor::Tensor;
 
 /// Images seen through a window that moves over them.
@@ -114,22 +113,10 @@ pub struct NormGradients<'a> {
     pub running: Option<[(f32, Sum<'a>); 2]>,
 }
 
-fn missing(operation: &'static str) -> Result {
-    Err(DeviceError::NotHere { operation })
-}
-
-/// Every default says that the device does not have the operation yet.
+/// See [`crate::device::Device`], of which it is a part.
 pub trait Convolutional {
     /// f32 of [samples, channels, pixels] to [samples, pixels, channels] of any element.
-    fn channels_last(
-        &self,
-        _samples: usize,
-        _channels: usize,
-        _images: &Tensor,
-        _out: &mut Tensor,
-    ) -> Result {
-        missing("channels_last")
-    }
+    fn channels_last(&self, samples: usize, channels: usize, images: &Tensor, out: &mut Tensor) -> Result;
 
     /// `out = bias + x convolved with the filters`, then ReLU where there is a mask to fill. `scratch` (f32) is
     /// the device's to use: what lies under the window is gathered there, as many places at a time as fit, or a
@@ -137,129 +124,97 @@ pub trait Convolutional {
     #[allow(clippy::too_many_arguments)]
     fn convolution(
         &self,
-        _window: Window,
-        _x: &Tensor,
-        _filters: Filters,
-        _bias: Option<&Tensor>,
-        _mask: Option<&mut Tensor>,
-        _scratch: Option<&mut Tensor>,
-        _out: &mut Tensor,
-    ) -> Result {
-        missing("convolution")
-    }
+        window: Window,
+        x: &Tensor,
+        filters: Filters,
+        bias: Option<&Tensor>,
+        mask: Option<&mut Tensor>,
+        scratch: Option<&mut Tensor>,
+        out: &mut Tensor,
+    ) -> Result;
 
     /// `dx =` the gradient of the convolution's input.
     fn convolution_input_gradient(
         &self,
-        _window: Window,
-        _dy: &Tensor,
-        _filters: Filters,
-        _scratch: Option<&mut Tensor>,
-        _dx: &mut Tensor,
-    ) -> Result {
-        missing("convolution_input_gradient")
-    }
+        window: Window,
+        dy: &Tensor,
+        filters: Filters,
+        scratch: Option<&mut Tensor>,
+        dx: &mut Tensor,
+    ) -> Result;
 
     /// `gradient (+)=` the gradient of the filters, f32 (laid out like them).
     fn convolution_weight_gradient(
         &self,
-        _window: Window,
-        _x: &Tensor,
-        _dy: &Tensor,
-        _scratch: Option<&mut Tensor>,
-        _gradient: Sum,
-    ) -> Result {
-        missing("convolution_weight_gradient")
-    }
+        window: Window,
+        x: &Tensor,
+        dy: &Tensor,
+        scratch: Option<&mut Tensor>,
+        gradient: Sum,
+    ) -> Result;
 
     /// Where the ReLU let nothing through, the gradient becomes zero; `sums (+)=` its column sums then.
-    fn relu_gradient(
-        &self,
-        _cols: usize,
-        _mask: &Tensor,
-        _gradient: &mut Tensor,
-        _sums: Option<Sum>,
-    ) -> Result {
-        missing("relu_gradient")
-    }
+    fn relu_gradient(&self, cols: usize, mask: &Tensor, gradient: &mut Tensor, sums: Option<Sum>) -> Result;
 
     /// `out =` the largest number under the window in each channel, `+ bias`, then ReLU if `rectify`. A byte of
     /// `places` says where under the window it was (the first of equals), or [`NO_PLACE`].
     #[allow(clippy::too_many_arguments)]
     fn max_pool(
         &self,
-        _window: Window,
-        _x: &Tensor,
-        _bias: Option<&Tensor>,
-        _rectify: bool,
-        _places: &mut Tensor,
-        _out: &mut Tensor,
-    ) -> Result {
-        missing("max_pool")
-    }
+        window: Window,
+        x: &Tensor,
+        bias: Option<&Tensor>,
+        rectify: bool,
+        places: &mut Tensor,
+        out: &mut Tensor,
+    ) -> Result;
 
     /// `dx =` the gradient of the pool's input; `sums (+)=` its column sums: the bias's gradient.
     fn max_pool_gradient(
         &self,
-        _window: Window,
-        _places: &Tensor,
-        _dy: &Tensor,
-        _dx: &mut Tensor,
-        _sums: Option<Sum>,
-    ) -> Result {
-        missing("max_pool_gradient")
-    }
+        window: Window,
+        places: &Tensor,
+        dy: &Tensor,
+        dx: &mut Tensor,
+        sums: Option<Sum>,
+    ) -> Result;
 
-    fn average_pool(&self, _shape: Averages, _x: &Tensor, _out: &mut Tensor) -> Result {
-        missing("average_pool")
-    }
+    fn average_pool(&self, shape: Averages, x: &Tensor, out: &mut Tensor) -> Result;
 
-    fn average_pool_gradient(&self, _shape: Averages, _dy: &Tensor, _dx: &mut Tensor) -> Result {
-        missing("average_pool_gradient")
-    }
+    fn average_pool_gradient(&self, shape: Averages, dy: &Tensor, dx: &mut Tensor) -> Result;
 
     /// `out (+)= factor * x`; of the same kind of element.
-    fn add_scaled(&self, _factor: f32, _x: Mat, _out: Sum) -> Result {
-        missing("add_scaled")
-    }
+    fn add_scaled(&self, factor: f32, x: Mat, out: Sum) -> Result;
 
     /// Each column's mean, then each column's mean squared distance from it, in f32.
-    fn column_statistics(&self, _x: Mat, _statistics: &mut Tensor) -> Result {
-        missing("column_statistics")
-    }
+    fn column_statistics(&self, x: Mat, statistics: &mut Tensor) -> Result;
 
     /// Statistics of so many rows become those of these rows and of the other statistics' rows together.
-    fn merge_statistics(&self, _of: (&Tensor, usize), _into: (&mut Tensor, usize)) -> Result {
-        missing("merge_statistics")
-    }
+    fn merge_statistics(&self, of: (&Tensor, usize), into: (&mut Tensor, usize)) -> Result;
 
     /// The norm's rows of `out` become those of `x` normed, plus those of `residual`, then ReLU where there is a
     /// mask to fill (its rows too). The tensors are whole, each with all rows.
     fn column_norm(
         &self,
-        _norm: &ColumnNorm,
-        _x: &Tensor,
-        _residual: Option<&Tensor>,
-        _mask: Option<&mut Tensor>,
-        _out: &mut Tensor,
-    ) -> Result {
-        missing("column_norm")
-    }
+        norm: &ColumnNorm,
+        x: &Tensor,
+        residual: Option<&Tensor>,
+        mask: Option<&mut Tensor>,
+        out: &mut Tensor,
+    ) -> Result;
 
     /// What a group's members add up before any of them has its gradient: `sums (+)=` each column's sum of `dy` as
     /// the mask leaves it, then of that times the normed number; of the norm's rows. The former is added to the
     /// gradient of the norm's bias too, the latter to that of its weight.
     fn column_norm_sums(
         &self,
-        _norm: &ColumnNorm,
-        _x: &Tensor,
-        _mask: Option<&Tensor>,
-        _dy: &Tensor,
-        _sums: Sum,
-        _gradients: Option<NormGradients>,
-    ) -> Result {
-        missing("column_norm_sums")
-    }
+        norm: &ColumnNorm,
+        x: &Tensor,
+        mask: Option<&Tensor>,
+        dy: &Tensor,
+        sums: Sum,
+        gradients: Option<NormGradients>,
+    ) -> Result;
 
     /// The norm's rows of `x`, its input, become their gradient. `sums` are those of the whole group, which has
     /// `group_rows` rows. With `keep_masked` the rows of `dy` become what the mask leaves of them: the gradient
@@ -267,14 +222,12 @@ pub trait Convolutional {
     #[allow(clippy::too_many_arguments)]
     fn column_norm_gradient(
         &self,
-        _norm: &ColumnNorm,
-        _sums: &Tensor,
-        _group_rows: usize,
-        _mask: Option<&Tensor>,
-        _dy: &mut Tensor,
-        _keep_masked: bool,
-        _x: &mut Tensor,
-    ) -> Result {
-        missing("column_norm_gradient")
-    }
+        norm: &ColumnNorm,
+        sums: &Tensor,
+        group_rows: usize,
+        mask: Option<&Tensor>,
+        dy: &mut Tensor,
+        keep_masked: bool,
+        x: &mut Tensor,
+    ) -> Result;
 }

@@ -33,8 +33,6 @@ pub enum DeviceError {
     Blas { call: &'static str, said: String },
     #[error("{call} failed: {said}")]
     Cudnn { call: &'static str, said: String },
-    #[error("{operation} is not on this device yet")]
-    NotHere { operation: &'static str },
 }
 
 impl DeviceError {
@@ -57,7 +55,6 @@ impl DeviceError {
             DeviceError::Driver { .. } => {
                 Some("nvidia-smi shows the state of the GPU; the kernel log names hardware faults".into())
             }
-            DeviceError::NotHere { .. } => Some("train convolutional models on the processor".into()),
             DeviceError::Compile { .. } | DeviceError::Blas { .. } | DeviceError::Cudnn { .. } => None,
         }
     }
