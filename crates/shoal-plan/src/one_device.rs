@@ -66,7 +66,7 @@ impl PlanError {
                 Some("set plan.micro_batch to between 1 and train.global_batch, or leave it out".into())
             }
             PlanError::Compile(CompileError::SplitGroup { .. }) => {
-                Some("set plan.order to \"layer-first\", or leave it out".into())
+                Some("set plan.order to \"layer_first\", or leave it out".into())
             }
             PlanError::Compile(_) => None,
         }
