@@ -26,6 +26,19 @@ use shoal_plan::{Instruction, Keep, Op, Program, Purpose, Samples};
 use crate::error::Result;
 use crate::state::{ModelState, write};
 
+/// An executor's [`Context`]. No method: that would borrow the sums, which instructions write meanwhile.
+macro_rules! context {
+    ($executor:ident) => {
+        Context {
+            device: &*$executor.device,
+            chain: &$executor.chain,
+            state: &$executor.state,
+            step_number: &$executor.step_number,
+            sequence: $executor.sequence,
+        }
+    };
+}
+
 /// A device with its model.
 pub struct Executor {
     /// Unlike any other executor's.
@@ -294,14 +307,7 @@ impl Executor {
             None => Feed::Images(step.take_tensor(Value::Inputs(samples))),
         };
         let mut groups = step.groups.remove(&layer).unwrap_or_default();
-        let context = Context {
-            device: &*self.device,
-            chain: &self.chain,
-            state: &self.state,
-            step_number: &self.step_number,
-        };
-        let call = context.call(step, layer, samples, self.sequence);
-        let parameters = context.parameters(step, layer);
+        let (call, parameters) = context!(self).layer(step, layer, samples);
         let kind = &self.chain.layers[layer].kind;
         let begun = layer::begin(kind, &call, &parameters, feed, &mut groups)?;
         step.groups.insert(layer, groups);
@@ -329,14 +335,7 @@ impl Executor {
         };
         let scale = step.loss_scale();
         let loss = LossSink { sum: &mut self.loss, scale, correct: Some(&mut self.correct) };
-        let context = Context {
-            device: &*self.device,
-            chain: &self.chain,
-            state: &self.state,
-            step_number: &self.step_number,
-        };
-        let call = context.call(step, layer, samples, self.sequence);
-        let parameters = context.parameters(step, layer);
+        let (call, parameters) = context!(self).layer(step, layer, samples);
         let kind = &self.chain.layers[layer].kind;
         let groups = step.groups.get(&layer);
         let (output, saved) = layer::forward(kind, &call, &parameters, feed, retention, groups, Some(loss))?;
@@ -356,14 +355,7 @@ impl Executor {
     fn recompute(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
         let input = step.take_saved(Value::Input { layer, samples });
         let loss = LossSink { sum: &mut self.discarded_loss, scale: step.loss_scale(), correct: None };
-        let context = Context {
-            device: &*self.device,
-            chain: &self.chain,
-            state: &self.state,
-            step_number: &self.step_number,
-        };
-        let call = context.call(step, layer, samples, self.sequence);
-        let parameters = context.parameters(step, layer);
+        let (call, parameters) = context!(self).layer(step, layer, samples);
         let saved = layer::recompute(&self.chain.layers[layer].kind, &call, &parameters, input, Some(loss))?;
         step.put(Value::Saved { layer, samples }, Stored::Saved(Box::new(saved)));
         Ok(())
@@ -417,14 +409,7 @@ impl Executor {
         });
         let mut gradients = Gradients::new(lent.collect());
         let result = {
-            let context = Context {
-                device: &*self.device,
-                chain: &self.chain,
-                state: &self.state,
-                step_number: &self.step_number,
-            };
-            let call = context.call(step, layer, samples, self.sequence);
-            let parameters = context.parameters(step, layer);
+            let (call, parameters) = context!(self).layer(step, layer, samples);
             work(&self.chain.layers[layer].kind, &call, &parameters, &mut gradients)
         };
         for ((_, sum), (_, tensor)) in gradients.into_entries().zip(&slots) {
@@ -439,14 +424,7 @@ impl Executor {
         };
         let hidden = self.take_inputs(step, layer, samples).remove(0);
         step.take_tensor(Value::Targets(samples));
-        let context = Context {
-            device: &*self.device,
-            chain: &self.chain,
-            state: &self.state,
-            step_number: &self.step_number,
-        };
-        let call = context.call(step, layer, samples, self.sequence);
-        let parameters = context.parameters(step, layer);
+        let (call, parameters) = context!(self).layer(step, layer, samples);
         let logits = head::predict(spec, &call, &parameters, &hidden)?;
         let columns = spec.logit_columns(self.state.precision);
         for row in self.device.host_floats(&logits)?.chunks(columns) {
@@ -560,17 +538,23 @@ struct Context<'a> {
     chain: &'a Chain,
     state: &'a ModelState,
     step_number: &'a Tensor,
+    sequence: usize,
 }
 
 impl<'a> Context<'a> {
-    fn call(&self, step: &Step, layer: usize, samples: Samples, sequence: usize) -> Call<'a> {
+    /// What one of the layer's instructions is handed.
+    fn layer(&self, step: &Step, layer: usize, samples: Samples) -> (Call<'a>, Parameters<'a>) {
+        (self.call(step, layer, samples), self.parameters(step, layer))
+    }
+
+    fn call(&self, step: &Step, layer: usize, samples: Samples) -> Call<'a> {
         let randomness = Randomness { seed: step.input.seed, step: self.step_number };
         Call {
             device: self.device,
             layer,
             samples: samples.range(),
             global_batch: step.global_batch,
-            sequence,
+            sequence: self.sequence,
             randomness: step.training.then_some(randomness),
             batch_statistics: step.training || step.input.batch_statistics,
             precision: self.state.precision,

@@ -8,7 +8,7 @@
 use std::ops::Range;
 
 use crate::device::{Mat, Result, Sum};
-use crate::tensor::Tensor;
+use crate::tensor::{Element, Tensor};
 
 /// Images seen through a window that moves over them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -103,6 +103,23 @@ pub struct ColumnNorm<'a> {
     pub variance: Mat<'a>,
     pub weight: &'a Tensor,
     pub bias: &'a Tensor,
+}
+
+impl ColumnNorm<'_> {
+    /// # Panics
+    /// If what it is made of has not as many columns as it says, or `x` or the mask not all its rows.
+    pub(crate) fn assert_fits(&self, x: &Tensor, mask: Option<&Tensor>) {
+        let cols = self.cols;
+        let floats =
+            |tensor: &Tensor, elements: usize| (tensor.len(), tensor.element()) == (elements, Element::F32);
+        for row in [self.mean, self.variance] {
+            assert_eq!((row.rows, row.cols, row.tensor.element()), (1, cols, Element::F32));
+        }
+        assert!(floats(self.weight, cols) && floats(self.bias, cols));
+        assert!(self.rows.start <= self.rows.end && self.rows.end * cols <= x.len());
+        assert!(x.len().is_multiple_of(cols));
+        assert!(mask.is_none_or(|mask| floats(mask, mask_elements(x.len() / cols, cols))));
+    }
 }
 
 /// Sums that a batch norm's gradients add to, beside those of its group.

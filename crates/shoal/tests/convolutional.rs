@@ -5,33 +5,14 @@ mod common;
 
 use std::fs;
 
-use common::{Folder, assert_same_files, checkpoint_of, column, metrics, timeless_metrics};
-use safetensors::tensor::TensorView;
-use safetensors::{Dtype, SafeTensors};
+use common::{Colours, Folder, assert_same_files, checkpoint_of, column, metrics, timeless_metrics};
+use safetensors::SafeTensors;
 use serde_json::{Value, json};
-use shoal_kernels::random::mix64;
 
 const SIZE: usize = 32;
 const CLASSES: u64 = 4;
 
-/// Noise around a colour, which is the class.
-fn images(first: u64, count: u64) -> Vec<u8> {
-    let (mut pixels, mut labels) = (Vec::new(), Vec::new());
-    for image in first..first + count {
-        let class = mix64(image) % CLASSES;
-        for place in 0..3 * SIZE * SIZE {
-            let level = 40 * (class * [1, 2, 3][place / (SIZE * SIZE)] % CLASSES);
-            pixels.push((level + mix64(image << 16 | place as u64) % 100) as u8);
-        }
-        labels.push(class as u8);
-    }
-    let shape = vec![count as usize, 3, SIZE, SIZE];
-    let views = [
-        ("images", TensorView::new(Dtype::U8, shape, &pixels).unwrap()),
-        ("labels", TensorView::new(Dtype::U8, vec![count as usize], &labels).unwrap()),
-    ];
-    safetensors::serialize(views, None).unwrap()
-}
+const COLOURS: Colours = Colours { size: SIZE, classes: CLASSES, step: 40, factors: [1, 2, 3] };
 
 /// A folder with a small ResNet's shape, and a job that trains it from nothing.
 fn folder() -> Folder {
@@ -68,8 +49,8 @@ every = "20 steps"
         "first_channels": 8, "classes": CLASSES, "image": SIZE,
     });
     folder.write("small/shape.json", shape.to_string());
-    folder.write("train.safetensors", images(0, 200));
-    folder.write("held-out.safetensors", images(1000, 40));
+    folder.write("train.safetensors", COLOURS.images(0, 200));
+    folder.write("held-out.safetensors", COLOURS.images(1000, 40));
     folder
 }
 

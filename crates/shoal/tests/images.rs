@@ -5,32 +5,13 @@ mod common;
 
 use std::fs;
 
-use common::{Folder, assert_same_files, checkpoint_of, column, corpus, metrics, timeless_metrics};
-use safetensors::Dtype;
-use safetensors::tensor::TensorView;
-use shoal_kernels::random::mix64;
+use common::{Colours, Folder, assert_same_files, checkpoint_of, column, corpus, metrics, timeless_metrics};
 
 const STEPS: usize = 80;
 const SIZE: usize = 32;
 
-/// Noise around a colour, which is the class: ten of them, each with other levels of red, green and blue.
-fn images(first: u64, count: u64) -> Vec<u8> {
-    let (mut pixels, mut labels) = (Vec::new(), Vec::new());
-    for image in first..first + count {
-        let class = mix64(image) % 10;
-        for place in 0..3 * SIZE * SIZE {
-            let level = 15 * (class * [1, 3, 7][place / (SIZE * SIZE)] % 10);
-            pixels.push((level + mix64(image << 16 | place as u64) % 100) as u8);
-        }
-        labels.push(class as u8);
-    }
-    let shape = vec![count as usize, 3, SIZE, SIZE];
-    let views = [
-        ("images", TensorView::new(Dtype::U8, shape, &pixels).unwrap()),
-        ("labels", TensorView::new(Dtype::U8, vec![count as usize], &labels).unwrap()),
-    ];
-    safetensors::serialize(views, None).unwrap()
-}
+/// Ten classes.
+const COLOURS: Colours = Colours { size: SIZE, classes: 10, step: 15, factors: [1, 3, 7] };
 
 fn folder() -> Folder {
     let job = format!(
@@ -61,8 +42,8 @@ every = "20 steps"
 "#
     );
     let folder = Folder::with_job(&job);
-    folder.write("train.safetensors", images(0, 400));
-    folder.write("held-out.safetensors", images(1000, 50));
+    folder.write("train.safetensors", COLOURS.images(0, 400));
+    folder.write("held-out.safetensors", COLOURS.images(1000, 50));
     folder
 }
 

@@ -34,9 +34,10 @@ impl Executor {
         self.stamps = Some((Vec::new(), Vec::new()));
         let run = self.run(program, input);
         let (stamps, ops) = self.stamps.take().unwrap_or_default();
-        let seconds = self.device.seconds_between(stamps)?;
+        let seconds = self.device.seconds_between(stamps);
+        // What failed first is what is told.
         run?;
-        Ok(ops.into_iter().zip(seconds).collect())
+        Ok(ops.into_iter().zip(seconds?).collect())
     }
 
     fn stamp(&mut self, done: Option<Op>) -> Result {
@@ -86,11 +87,11 @@ impl Executor {
         Ok(())
     }
 
-    /// What the operations of these instructions depend on, beside which memory is in use: who asks for what, where
-    /// the samples lie, and by what the loss is multiplied.
+    /// What the operations of these instructions depend on, beside which memory is in use: who asks for what, by what
+    /// seed elements are dropped, where the samples lie, and by what the loss is multiplied.
     fn pass_key(&self, step: &Step, instructions: &[Instruction]) -> u64 {
         let mut hasher = DefaultHasher::new();
-        (self.number, self.sequence, step.loss_scale().to_bits()).hash(&mut hasher);
+        (self.number, self.sequence, step.input.seed, step.loss_scale().to_bits()).hash(&mut hasher);
         for instruction in instructions {
             (instruction.id, instruction.op).hash(&mut hasher);
         }

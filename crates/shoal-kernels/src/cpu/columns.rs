@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::pixels::{WORD, rectify_word};
 use super::{CpuDevice, cut};
-use crate::convolutional::{ColumnNorm, mask_elements};
+use crate::convolutional::ColumnNorm;
 use crate::device::{Mat, Sum};
 use crate::tensor::Tensor;
 
@@ -130,7 +130,7 @@ impl CpuDevice {
         out: &mut Tensor,
     ) {
         let (cols, words) = (norm.cols, norm.cols.div_ceil(32));
-        assert_fits(norm, x, mask.as_deref());
+        norm.assert_fits(x, mask.as_deref());
         assert_eq!(out.len(), x.len());
         assert!(residual.is_none_or(|residual| residual.len() == x.len()));
         let to = Normed { mean: row_of(norm.mean), factors: factors(norm), bias: norm.bias.floats() };
@@ -178,7 +178,7 @@ impl CpuDevice {
         (out, accumulate): Sum,
     ) {
         let cols = norm.cols;
-        assert_fits(norm, x, mask);
+        norm.assert_fits(x, mask);
         assert_eq!((dy.len(), out.len()), (x.len(), 2 * cols));
         let parts: Vec<Range<usize>> = cut(norm.rows.len(), self.threads(), BLOCK_ROWS).collect();
         let (values, dy) = (x.floats(), dy.floats());
@@ -248,7 +248,7 @@ impl CpuDevice {
         x: &mut Tensor,
     ) {
         let (cols, words) = (norm.cols, norm.cols.div_ceil(WORD));
-        assert_fits(norm, x, mask);
+        norm.assert_fits(x, mask);
         assert_eq!((dy.len(), sums.len()), (x.len(), 2 * cols));
         let slopes = Slopes::new(norm, sums.floats(), group_rows);
         let mask = mask.map(|mask| &mask.integers()[norm.rows.start * words..]);
@@ -374,14 +374,6 @@ impl<'a> Slopes<'a> {
             }
         }
     }
-}
-
-fn assert_fits(norm: &ColumnNorm, x: &Tensor, mask: Option<&Tensor>) {
-    let cols = norm.cols;
-    assert_eq!((norm.mean.cols, norm.variance.cols), (cols, cols));
-    assert_eq!((norm.weight.len(), norm.bias.len()), (cols, cols));
-    assert!(norm.rows.end * cols <= x.len() && x.len().is_multiple_of(cols));
-    assert!(mask.is_none_or(|mask| mask.len() == mask_elements(x.len() / cols, cols)));
 }
 
 /// What each column's distance from the mean is multiplied by.

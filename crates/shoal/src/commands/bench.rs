@@ -9,10 +9,10 @@ use shoal_model::{Model, Precision};
 use shoal_nn::{OptimizerKind, OptimizerSettings};
 use shoal_plan::Planned;
 
-use super::trial::{ModelOptions, Trial, TrialSettings, median};
+use super::trial::{DeviceOptions, ModelOptions, Trial, TrialSettings, median};
 use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
-use crate::job::{DeviceChoice, bytes_text, parse_bytes};
+use crate::job::bytes_text;
 use crate::machine;
 use crate::show::{flops_text, short};
 
@@ -30,16 +30,11 @@ pub struct Options {
     /// fp32, tf32, bf16 or fp16
     #[arg(long, default_value = "fp32")]
     precision: Precision,
-    #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
-    device: DeviceChoice,
+    #[command(flatten)]
+    on: DeviceOptions,
     /// Samples of a micro-batch
     #[arg(long)]
     micro_batch: Option<usize>,
-    /// The device's budget, such as 12GiB
-    #[arg(long)]
-    memory: Option<String>,
-    #[arg(long)]
-    threads: Option<usize>,
     /// Measurements of each side; the median is shown
     #[arg(long, default_value_t = 5)]
     rounds: usize,
@@ -137,12 +132,7 @@ pub fn run(options: Options) -> Result {
     }
     let (model, sequence) = options.of.sized()?;
     let precision = options.precision;
-    let memory = match options.memory.as_deref().map(parse_bytes).transpose() {
-        Ok(memory) => memory,
-        Err(what) => return Err(CliError::said(format!("--memory {what}"), "write 12GiB or 800MiB")),
-    };
-    let device = LocalDevice::choose(options.device, memory, options.threads)?;
-    device.assert_computes(precision)?;
+    let device = options.on.choose(precision)?;
     let start_peer = |python: &str| -> Result<Peer> {
         let job = json!({
             "config": described(&model, &options.of.model), "batch": options.batch,

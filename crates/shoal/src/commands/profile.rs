@@ -10,10 +10,9 @@ use shoal_engine::{EngineError, Replay};
 use shoal_model::{Chain, Precision};
 use shoal_plan::{Op, PlanError};
 
-use super::trial::{ModelOptions, Trial, TrialSettings, median};
-use crate::assemble::LocalDevice;
+use super::trial::{DeviceOptions, ModelOptions, Trial, TrialSettings, median};
 use crate::error::{CliError, Result};
-use crate::job::{DeviceChoice, bytes_text, parse_bytes};
+use crate::job::bytes_text;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -25,13 +24,8 @@ pub struct Options {
     /// fp32, tf32, bf16 or fp16
     #[arg(long, default_value = "fp32")]
     precision: Precision,
-    #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
-    device: DeviceChoice,
-    /// The device's budget, such as 12GiB
-    #[arg(long)]
-    memory: Option<String>,
-    #[arg(long)]
-    threads: Option<usize>,
+    #[command(flatten)]
+    on: DeviceOptions,
     /// Steps measured for each number of samples; the median is written
     #[arg(long, default_value_t = 5)]
     rounds: usize,
@@ -80,11 +74,7 @@ pub fn run(options: Options) -> Result {
         return Err(CliError::said(what, "leave them out for the defaults"));
     }
     let (model, sequence) = options.of.sized()?;
-    let memory = options.memory.as_deref().map(parse_bytes).transpose().map_err(|what| {
-        CliError::said(format!("--memory: {what}"), "write a number of bytes, or one with KiB, MiB or GiB")
-    })?;
-    let device = LocalDevice::choose(options.device, memory, options.threads)?;
-    device.assert_computes(options.precision)?;
+    let device = options.on.choose(options.precision)?;
     let chain = model.chain();
     let mut profile = Profile {
         format: FORMAT,

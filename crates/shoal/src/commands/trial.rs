@@ -13,6 +13,7 @@ use shoal_plan::{Op, Planned, Preferences, StepShape, plan_one_device};
 
 use crate::assemble::{LocalDevice, usual_replay};
 use crate::error::{CliError, Result};
+use crate::job::{DeviceChoice, parse_bytes};
 
 /// Tokens of a sample where nothing is said.
 const SEQUENCE: usize = 1024;
@@ -28,6 +29,30 @@ pub struct ModelOptions {
     /// Rows and columns of an image [default: the model's own]
     #[arg(long)]
     image_size: Option<usize>,
+}
+
+/// What to run it on.
+#[derive(clap::Args)]
+pub struct DeviceOptions {
+    #[arg(long, value_enum, default_value_t = DeviceChoice::Auto)]
+    device: DeviceChoice,
+    /// The device's budget, such as 12GiB
+    #[arg(long)]
+    memory: Option<String>,
+    #[arg(long)]
+    threads: Option<usize>,
+}
+
+impl DeviceOptions {
+    /// The device, which computes in the precision.
+    pub fn choose(&self, precision: Precision) -> Result<LocalDevice> {
+        let memory = self.memory.as_deref().map(parse_bytes).transpose();
+        let memory =
+            memory.map_err(|what| CliError::said(format!("--memory {what}"), "write 12GiB or 800MiB"))?;
+        let device = LocalDevice::choose(self.device, memory, self.threads)?;
+        device.assert_computes(precision)?;
+        Ok(device)
+    }
 }
 
 impl ModelOptions {

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::Value;
+use shoal_kernels::random::mix64;
 use tempfile::TempDir;
 
 /// Longer than any command here takes on a busy machine; past it a command is taken to hang.
@@ -293,4 +294,35 @@ pub fn draw(seed: u64, counter: u64, below: usize) -> usize {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     ((z ^ (z >> 31)) % below as u64) as usize
+}
+
+/// Images of noise around a colour, which is the class, as a safetensors file. The levels of a class's red, green and
+/// blue are its number times the factors, wrapped, in steps.
+#[derive(Clone, Copy)]
+pub struct Colours {
+    pub size: usize,
+    pub classes: u64,
+    pub step: u64,
+    pub factors: [u64; 3],
+}
+
+impl Colours {
+    pub fn images(self, first: u64, count: u64) -> Vec<u8> {
+        let (mut pixels, mut labels) = (Vec::new(), Vec::new());
+        let area = self.size * self.size;
+        for image in first..first + count {
+            let class = mix64(image) % self.classes;
+            for place in 0..3 * area {
+                let level = self.step * (class * self.factors[place / area] % self.classes);
+                pixels.push((level + mix64(image << 16 | place as u64) % 100) as u8);
+            }
+            labels.push(class as u8);
+        }
+        let shape = vec![count as usize, 3, self.size, self.size];
+        let views = [
+            ("images", TensorView::new(Dtype::U8, shape, &pixels).unwrap()),
+            ("labels", TensorView::new(Dtype::U8, vec![count as usize], &labels).unwrap()),
+        ];
+        safetensors::serialize(views, None).unwrap()
+    }
 }

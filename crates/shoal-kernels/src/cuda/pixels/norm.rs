@@ -1,13 +1,13 @@
 //! Batch normalisation: statistics of columns, and what is made of rows with them. Each operation is one kernel.
 
+use super::assert_floats;
 use super::strips::{Strips, StripsParameter};
-use super::{assert_floats, assert_mask};
 use crate::convolutional::{ColumnNorm, NormGradients};
 use crate::cuda::launch::{Address, Parameter, launch};
 use crate::cuda::reduce::RowsSum;
 use crate::cuda::{CudaDevice, element_of};
 use crate::device::{Mat, Result, Sum};
-use crate::tensor::{Element, Tensor};
+use crate::tensor::Tensor;
 
 /// Sums, or statistics, of each column.
 const SETS: usize = 2;
@@ -77,16 +77,8 @@ impl GradientsParameter {
 
 /// What every operation of a norm relies on; where its rows start in the tensors and in the mask.
 fn assert_norm(norm: &ColumnNorm, x: &Tensor, mask: Option<&Tensor>) -> (usize, usize) {
-    let cols = norm.cols;
-    for row in [norm.mean, norm.variance] {
-        assert_eq!((row.rows, row.cols, row.tensor.element()), (1, cols, Element::F32));
-    }
-    assert_floats(norm.weight, cols);
-    assert_floats(norm.bias, cols);
-    assert!(norm.rows.start <= norm.rows.end && norm.rows.end * cols <= x.len());
-    assert!(x.len().is_multiple_of(cols));
-    assert_mask(mask, x.len() / cols, cols);
-    (norm.rows.start * cols, norm.rows.start * cols.div_ceil(32))
+    norm.assert_fits(x, mask);
+    (norm.rows.start * norm.cols, norm.rows.start * norm.cols.div_ceil(32))
 }
 
 /// Where the norm's rows start, null for none.
