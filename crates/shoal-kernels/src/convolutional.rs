@@ -137,7 +137,7 @@ pub trait Convolutional {
 
     /// `out = bias + x convolved with the filters`, then ReLU where there is a mask to fill. `scratch` (f32) is
     /// the device's to use: what lies under the window is gathered there, as many places at a time as fit, or a
-    /// library works in it. Where [`Window::is_row`] there is none.
+    /// library works in it. The CPU leaves it alone: its sums stay in registers. Where [`Window::is_row`] there is none.
     #[allow(clippy::too_many_arguments)]
     fn convolution(
         &self,
