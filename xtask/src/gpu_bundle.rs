@@ -49,6 +49,31 @@ done
 if [ -z "$failed" ]; then echo "== all passed"; else echo "== FAILED:$failed"; exit 1; fi
 "#;
 
+/// A module of tests a process: compute-sanitizer slows each kernel a thousandfold, and they need not wait for each
+/// other.
+const SANITIZE: &str = r#"#!/bin/sh
+# Runs compute-sanitizer over the kernel tests, some shapes for each operation (SHOAL_CUDA_CASES, 4 by default).
+cd "$(dirname "$0")" || exit 1
+export SHOAL_CUDA_CASES="${SHOAL_CUDA_CASES:-4}"
+logs="$(mktemp -d)"
+# The cache of compiled kernels, made once.
+SHOAL_CUDA_CASES=1 ./kernels-cuda norm:: > /dev/null 2>&1
+check() {
+    tool="$1"; name="$2"; shift 2
+    if timeout 500 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" --test-threads 1 > "$logs/$name" 2>&1
+    then echo "passed $(grep -c '^test .* ok' "$logs/$name") tests" >> "$logs/$name"
+    else echo "FAILED" >> "$logs/$name"; fi
+    echo "$tool $name: $(grep -a SUMMARY "$logs/$name") $(tail -n 1 "$logs/$name")"
+}
+for module in attention convolution::convolution embedding images linear norm::norm optimizer pixels pointwise; do
+    check racecheck "$module" ./kernels-cuda "$module" &
+done
+check racecheck flash ./kernels-unit cuda::flash &
+check memcheck everything ./kernels-cuda --skip large_convolutions --skip very_many &
+wait
+if grep -q FAILED "$logs"/*; then echo "== FAILED: see $logs"; exit 1; else echo "== nothing found"; fi
+"#;
+
 pub fn build() -> Result<(), String> {
     let bundle = root().join("target/gpu-bundle");
     let said = |path: &Path| {
@@ -68,10 +93,16 @@ pub fn build() -> Result<(), String> {
         strip(&executable(&arguments)?, &bundle.join(name))?;
     }
     copy_folder(&root().join("crates/shoal-engine/tests/golden"), &bundle.join("golden"))?;
-    let script = bundle.join("run.sh");
-    fs::write(&script, SCRIPT).map_err(said(&script))?;
+    for (name, text) in [("run.sh", SCRIPT), ("sanitize.sh", SANITIZE)] {
+        let script = bundle.join(name);
+        fs::write(&script, text).map_err(said(&script))?;
+    }
     let bytes = folder_bytes(&bundle).map_err(said(&bundle))?;
-    println!("{}: {:.1} MiB; there, run: sh run.sh", bundle.display(), bytes as f64 / f64::from(1 << 20));
+    println!(
+        "{}: {:.1} MiB; there, run: sh run.sh, sh sanitize.sh",
+        bundle.display(),
+        bytes as f64 / f64::from(1 << 20)
+    );
     if bytes > BYTES_MAX {
         return Err(format!("the bundle has {bytes} bytes, more than {BYTES_MAX}"));
     }

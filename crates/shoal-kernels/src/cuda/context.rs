@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use cudarc::driver::{DriverError, result, sys};
 
 use super::profile::Profile;
+use super::recording::while_nothing_is_recorded;
 use crate::device::{DeviceError, Result};
 use crate::tensor::Element;
 
@@ -307,6 +308,6 @@ impl Drop for Context {
             let _ = unsafe { result::stream::destroy(self.stream) };
         }
         // SAFETY: retained in `open`, released once.
-        let _ = unsafe { result::primary_ctx::release(self.device) };
+        let _ = while_nothing_is_recorded(|| unsafe { result::primary_ctx::release(self.device) });
     }
 }

@@ -10,6 +10,7 @@ use cudarc::driver::{result, sys};
 
 use super::compile::{Image, Unit};
 use super::context::{Context, failed};
+use super::recording::while_nothing_is_recorded;
 use crate::device::{DropoutSite, Result};
 use crate::tensor::{Element, Tensor};
 
@@ -307,10 +308,12 @@ impl Kernels {
 impl Drop for Kernels {
     fn drop(&mut self) {
         let _ = self.context.wait();
-        for module in self.loaded().modules.values() {
-            // SAFETY: loaded in `load`; no kernel of it runs any more.
-            let _ = unsafe { result::module::unload(*module) };
-        }
+        while_nothing_is_recorded(|| {
+            for module in self.loaded().modules.values() {
+                // SAFETY: loaded in `load`; no kernel of it runs any more.
+                let _ = unsafe { result::module::unload(*module) };
+            }
+        });
     }
 }
 

@@ -23,6 +23,7 @@ use super::compile::cache_folder;
 use super::context::Context;
 use super::launch::Address;
 use super::ranks::Ranks;
+use super::recording::while_nothing_is_recorded;
 use crate::device::{DeviceError, Result};
 use crate::tensor::Element;
 
@@ -182,7 +183,7 @@ impl Blas {
             return Err(DeviceError::NoLibrary { library: "libcublasLt.so", part: "cuBLASLt" });
         }
         context.enter()?;
-        let handle = check("cublasLtCreate", result::create_handle())?;
+        let handle = check("cublasLtCreate", while_nothing_is_recorded(result::create_handle))?;
         // SAFETY: every version has it.
         let version = unsafe { sys::cublasLtGetVersion() };
         let (gpu, library) = (context.facts()?.model, format!("cublaslt{version}"));
@@ -342,6 +343,6 @@ impl Drop for Blas {
     fn drop(&mut self) {
         let _ = self.context.wait();
         // SAFETY: created in `new`, destroyed once.
-        let _ = unsafe { result::destroy_handle(self.handle) };
+        let _ = while_nothing_is_recorded(|| unsafe { result::destroy_handle(self.handle) });
     }
 }

@@ -39,6 +39,7 @@ mod passes;
 mod pixels;
 mod profile;
 mod ranks;
+mod recording;
 mod reduce;
 mod space;
 

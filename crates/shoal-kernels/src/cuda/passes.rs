@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use cudarc::driver::sys;
 
 use super::context::{Context, Queueing};
+use super::recording::Recording;
 use crate::device::{Pass, Result};
 use crate::memory::Arena;
 use crate::random::fold;
@@ -70,7 +71,7 @@ enum Known {
 struct State {
     known: HashMap<u64, Known>,
     /// The pass under way.
-    current: Option<(u64, Pass)>,
+    current: Option<(u64, Pass, Option<Recording>)>,
 }
 
 #[derive(Default)]
@@ -89,6 +90,7 @@ impl Passes {
         if state.known.len() >= GRAPHS_MAX {
             state.known.clear();
         }
+        let mut recording = None;
         let pass = match state.known.entry(key).or_insert(Known::Seen(0)) {
             // Kernels that are timed one by one are started so.
             _ if context.is_profiled() => Pass::Direct,
@@ -101,22 +103,24 @@ impl Passes {
                 Pass::Direct
             }
             Known::Seen(_) => {
+                recording = Some(Recording::begin());
                 context.begin_capture()?;
                 Pass::Recorded
             }
         };
-        state.current = Some((key, pass));
+        state.current = Some((key, pass, recording));
         Ok(pass)
     }
 
     pub(super) fn end(&self, context: &Arc<Context>) -> Result {
         let mut state = self.state();
-        let (key, pass) = state.current.take().expect("a pass was begun");
+        let (key, pass, recording) = state.current.take().expect("a pass was begun");
         context.set_queueing(Queueing::Direct);
         if pass == Pass::Recorded {
             let graph = Graph::new(context, context.end_capture()?)?;
             state.known.insert(key, Known::Noted(graph));
         }
+        drop(recording);
         match &state.known[&key] {
             Known::Noted(graph) if pass != Pass::Direct => graph.start(),
             _ => Ok(()),
@@ -126,7 +130,7 @@ impl Passes {
     pub(super) fn abandon(&self, context: &Context) {
         let pass = self.state().current.take();
         context.set_queueing(Queueing::Direct);
-        if let Some((_, Pass::Recorded)) = pass
+        if let Some((_, Pass::Recorded, _)) = pass
             // The error that led here is the one to report.
             && let Ok(captured) = context.end_capture()
         {

@@ -27,6 +27,7 @@ use super::compile::cache_folder;
 use super::context::Context;
 use super::launch::Address;
 use super::ranks::Ranks;
+use super::recording::while_nothing_is_recorded;
 use crate::device::{AttentionShape, DeviceError, Result};
 use crate::tensor::Element;
 
@@ -93,7 +94,7 @@ impl Cudnn {
         context.enter()?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: writes one pointer.
-        let status = unsafe { sys::cudnnCreate(&mut handle) };
+        let status = while_nothing_is_recorded(|| unsafe { sys::cudnnCreate(&mut handle) });
         check("cudnnCreate", || "a handle".into(), status)?;
         // From here on, dropping destroys the handle.
         let convolutions = convolution::Plans::new(ranks);
@@ -251,7 +252,7 @@ impl Drop for Cudnn {
         state.plans.clear();
         state.convolutions.clear();
         // SAFETY: made in `open`, destroyed once; nothing of it runs any more.
-        unsafe { sys::cudnnDestroy(state.handle) };
+        while_nothing_is_recorded(|| unsafe { sys::cudnnDestroy(state.handle) });
     }
 }
 
