@@ -1,78 +1,67 @@
-//! From table to program. The schedule decides the order of the list; dependencies are derived from the
-//! instructions' effects alone, so there is one place that knows what must precede what.
+//! From table to programs, one a device. The schedule decides the order of each list; dependencies are derived from
+//! the instructions' effects alone, so there is one place that knows what must precede what.
 
 use std::collections::{HashMap, HashSet};
 
-use shoal_model::{Chain, LayerKind};
+use shoal_model::Chain;
 use thiserror::Error;
 
 use crate::effects::{Fact, Sum, Value, effects};
-use crate::program::{Instruction, Keep, Lane, Op, Program, Purpose};
-use crate::table::{Activations, FORMAT, Holder, Order, Plan, Samples, TableError};
+use crate::layout::Layout;
+use crate::program::{Instruction, Lane, Moved, Op, Pass, Program, Purpose};
+use crate::schedule::{ByArithmetic, Listed, Pace, lists};
+use crate::table::{FORMAT, Order, Plan, Samples, TableError, Tier};
 
 #[derive(Debug, Error, PartialEq)]
 pub enum CompileError {
     #[error(transparent)]
     Table(#[from] TableError),
-    #[error("{what}: movement between devices is not compiled yet")]
-    Movement { what: String },
-    #[error(
-        "{layer} is cut into other micro-batches than the layer before it: cutting activations again is not compiled yet"
-    )]
-    Recut { layer: String },
+    #[error("{tensor}: its gradient is added up elsewhere than its optimizer needs it")]
+    Apart { tensor: String },
     #[error(
         "{layer} norms samples together that are in different micro-batches, of which the first would be done before the last begins"
     )]
     SplitGroup { layer: String },
 }
 
-/// Compiles the program of the plan's device for one step (or one evaluation, or one prediction).
-pub fn compile(plan: &Plan, chain: &Chain, purpose: Purpose) -> Result<Program, CompileError> {
-    plan.check(chain)?;
-    refuse_movement(plan)?;
-    let ops = match purpose {
-        Purpose::Train => {
-            refuse_split_groups(plan, chain)?;
-            training(plan, chain)
-        }
-        Purpose::Evaluate => evaluation(plan, chain),
-        Purpose::Predict => prediction(plan, chain),
-    };
-    Ok(Program { format: FORMAT, purpose, device: 0, instructions: link(ops, chain) })
+/// Compiles the programs of the plan's devices for one step (or one evaluation, or one prediction), in the order of
+/// its devices. Pipelines are ordered by the layers' arithmetic.
+pub fn compile(plan: &Plan, chain: &Chain, purpose: Purpose) -> Result<Vec<Program>, CompileError> {
+    compile_paced(plan, chain, purpose, &ByArithmetic::new(chain, plan.sequence))
 }
 
-/// This compiler knows tables in which nothing moves; others are refused, never run wrongly.
-fn refuse_movement(plan: &Plan) -> Result<(), CompileError> {
-    for row in &plan.layers {
-        let [compute] = row.compute.as_slice() else {
-            return Err(CompileError::Movement {
-                what: format!("{} is computed by several devices", row.layer),
-            });
-        };
-        if compute.device != 0 {
-            let what = format!("{} is computed by device {}", row.layer, compute.device);
-            return Err(CompileError::Movement { what });
-        }
-        if compute.micro_batches != plan.layers[0].compute[0].micro_batches {
-            return Err(CompileError::Recut { layer: row.layer.clone() });
-        }
+/// The same, ordered by what work was measured to cost.
+pub fn compile_paced(
+    plan: &Plan,
+    chain: &Chain,
+    purpose: Purpose,
+    pace: &dyn Pace,
+) -> Result<Vec<Program>, CompileError> {
+    plan.check(chain)?;
+    let layout = Layout::new(plan, chain);
+    if purpose == Purpose::Train {
+        refuse_split_groups(&layout)?;
+        refuse_gradients_apart(plan)?;
     }
-    for row in &plan.tensors {
-        let whole = |held: &[crate::table::Held]| held.len() == 1 && held[0].holder == Holder::Device(0);
-        if !(whole(&row.gradient) && whole(&row.optimizer)) {
-            return Err(CompileError::Movement { what: format!("{} is held in several places", row.tensor) });
-        }
-    }
-    Ok(())
+    let lists = lists(&layout, purpose, pace).into_iter().enumerate();
+    let program = |(device, list)| {
+        let instructions = Linker::default().link(list, &layout, device);
+        Program { format: FORMAT, purpose, device, instructions }
+    };
+    Ok(lists.map(program).collect())
 }
 
 /// A group's micro-batches must all have begun a layer before one of them goes on: they go layer by layer.
-fn refuse_split_groups(plan: &Plan, chain: &Chain) -> Result<(), CompileError> {
-    if plan.order == Order::LayerFirst {
+fn refuse_split_groups(layout: &Layout) -> Result<(), CompileError> {
+    if layout.plan.order == Order::LayerFirst {
         return Ok(());
     }
-    match (0..chain.layers.len()).find(|layer| splits_groups(chain, *layer, micro_batches(plan))) {
-        Some(layer) => Err(CompileError::SplitGroup { layer: chain.layers[layer].name.clone() }),
+    let split = |layer: &usize| {
+        let batches: Vec<Samples> = layout.shares(*layer).iter().map(|share| share.samples).collect();
+        splits_groups(layout.chain, *layer, &batches)
+    };
+    match (0..layout.chain.layers.len()).find(split) {
+        Some(layer) => Err(CompileError::SplitGroup { layer: layout.chain.layers[layer].name.clone() }),
         None => Ok(()),
     }
 }
@@ -84,126 +73,102 @@ pub(crate) fn splits_groups(chain: &Chain, layer: usize, batches: &[Samples]) ->
     batches.iter().filter_map(groups).flatten().any(|(group, _)| !seen.insert(group))
 }
 
-fn micro_batches(plan: &Plan) -> &[Samples] {
-    &plan.layers[0].compute[0].micro_batches
-}
-
-fn forward_op(plan: &Plan, chain: &Chain, layer: usize, samples: Samples) -> Op {
-    let recompute = plan.layers[layer].compute[0].activations == Activations::Recompute
-        && match &chain.layers[layer].kind {
-            // A first layer keeps its tokens or images either way.
-            LayerKind::Embedding(_) | LayerKind::Patches(_) => false,
-            // Without a norm it keeps its input and bits.
-            LayerKind::Convolution(spec) => spec.norm.is_some(),
-            LayerKind::Block(_) | LayerKind::Head(_) => true,
+/// A gradient is added up where its slice is updated.
+fn refuse_gradients_apart(plan: &Plan) -> Result<(), CompileError> {
+    for row in &plan.tensors {
+        let places = |held: &[crate::table::Held]| {
+            let mut places: Vec<_> = held.iter().map(|held| (held.slice, held.holder)).collect();
+            places.sort_unstable();
+            places
         };
-    Op::Forward { layer, samples, keep: if recompute { Keep::Input } else { Keep::All } }
-}
-
-/// A layer's forward over some micro-batches: all of them begin where its groups may be in several.
-fn forward_ops(plan: &Plan, chain: &Chain, layer: usize, batches: &[Samples]) -> Vec<Op> {
-    let begins =
-        chain.batch_norm(layer).map(|_| batches.iter().map(|samples| Op::Begin { layer, samples: *samples }));
-    let forwards = batches.iter().map(|samples| forward_op(plan, chain, layer, *samples));
-    begins.into_iter().flatten().chain(forwards).collect()
-}
-
-fn backward_ops(plan: &Plan, chain: &Chain, layer: usize, batches: &[Samples]) -> Vec<Op> {
-    let recomputed = |samples: Samples| {
-        matches!(forward_op(plan, chain, layer, samples), Op::Forward { keep: Keep::Input, .. })
-            .then_some(Op::Recompute { layer, samples })
-    };
-    let backward = |samples: Samples| Op::Backward { layer, samples };
-    let all = batches.iter().copied();
-    match chain.batch_norm(layer) {
-        Some(_) => all
-            .clone()
-            .flat_map(|samples| recomputed(samples).into_iter().chain([Op::BeginBackward { layer, samples }]))
-            .chain(all.map(backward))
-            .collect(),
-        None => all.flat_map(|samples| recomputed(samples).into_iter().chain([backward(samples)])).collect(),
+        if places(&row.gradient) != places(&row.optimizer) {
+            return Err(CompileError::Apart { tensor: row.tensor.clone() });
+        }
     }
+    Ok(())
 }
 
-fn training(plan: &Plan, chain: &Chain) -> Vec<Op> {
-    let batches = micro_batches(plan);
-    let layers = 0..chain.layers.len();
-    let mut ops: Vec<Op> = batches.iter().map(|samples| Op::Load { samples: *samples }).collect();
-    ops.push(Op::CountTargets);
-    match plan.order {
-        Order::MicroBatchFirst => {
-            for batch in batches.chunks(1) {
-                ops.extend(layers.clone().flat_map(|layer| forward_ops(plan, chain, layer, batch)));
-                ops.extend(layers.clone().rev().flat_map(|layer| backward_ops(plan, chain, layer, batch)));
+fn lane(op: &Op, layout: &Layout) -> Lane {
+    let alone = layout.members().len() == 1;
+    match *op {
+        Op::Load { .. } | Op::Restore { .. } => Lane::CopyIn,
+        Op::Offload { .. } => Lane::CopyOut,
+        Op::Gather { layer, pass } => {
+            layout.gather(layer, pass).map_or(Lane::Compute, |group| group.lane(true))
+        }
+        Op::Reduce { layer } => layout.reduce(layer).map_or(Lane::Compute, |group| group.lane(false)),
+        Op::Send { .. } | Op::Receive { .. } | Op::Exchange { .. } => Lane::Network,
+        Op::SumLoss | Op::GradientNorm if !alone => Lane::Network,
+        Op::CountTargets => {
+            let last = layout.chain.layers.len() - 1;
+            let first = layout.computing(last).next();
+            match layout.computing(last).all(|device| Some(device) == first) {
+                true => Lane::Compute,
+                false => Lane::Network,
             }
         }
-        Order::LayerFirst => {
-            ops.extend(layers.clone().flat_map(|layer| forward_ops(plan, chain, layer, batches)));
-            ops.extend(layers.rev().flat_map(|layer| backward_ops(plan, chain, layer, batches)));
-        }
-    }
-    ops.extend([Op::SumLoss, Op::GradientNorm]);
-    ops.extend((0..chain.tensors.len()).map(|tensor| Op::Update { tensor }));
-    ops
-}
-
-fn evaluation(plan: &Plan, chain: &Chain) -> Vec<Op> {
-    let batches = micro_batches(plan);
-    let mut ops: Vec<Op> = batches.iter().map(|samples| Op::Load { samples: *samples }).collect();
-    ops.push(Op::CountTargets);
-    for samples in batches {
-        let forward = |layer| Op::Forward { layer, samples: *samples, keep: Keep::Nothing };
-        ops.extend((0..chain.layers.len()).map(forward));
-    }
-    ops.push(Op::SumLoss);
-    ops
-}
-
-fn prediction(plan: &Plan, chain: &Chain) -> Vec<Op> {
-    let last = chain.layers.len() - 1;
-    let mut ops = Vec::new();
-    for samples in micro_batches(plan).iter().copied() {
-        ops.push(Op::Load { samples });
-        ops.extend((0..last).map(|layer| Op::Forward { layer, samples, keep: Keep::Nothing }));
-        ops.push(Op::Predict { layer: last, samples });
-    }
-    ops
-}
-
-fn lane(op: &Op) -> Lane {
-    match op {
-        Op::Load { .. } => Lane::CopyIn,
+        Op::Update { at: Tier::Host, .. } => Lane::Host,
+        Op::Update { at: Tier::Disk, .. } => Lane::Disk,
         _ => Lane::Compute,
     }
 }
 
-/// Numbers the instructions and derives what each must follow.
-fn link(ops: Vec<Op>, chain: &Chain) -> Vec<Instruction> {
-    let mut maker: HashMap<Value, u32> = HashMap::new();
-    let mut fact_maker: HashMap<Fact, u32> = HashMap::new();
-    let mut last_addition: HashMap<Sum, u32> = HashMap::new();
-    let mut readers: HashMap<usize, Vec<u32>> = HashMap::new();
-    let mut instructions = Vec::with_capacity(ops.len());
-    for (id, op) in (0u32..).zip(ops) {
-        let effects = effects(&op, chain);
-        let mut after: HashSet<u32> = HashSet::new();
-        after.extend(effects.uses_up.iter().filter_map(|value| maker.get(value)));
-        after.extend(effects.needs.iter().filter_map(|fact| fact_maker.get(fact)));
-        for sum in effects.needs_complete.iter().chain(&effects.adds_to) {
-            after.extend(last_addition.get(sum));
+/// Numbers a list's instructions and derives what each must follow.
+#[derive(Default)]
+struct Linker {
+    maker: HashMap<Value, u32>,
+    fact_maker: HashMap<Fact, u32>,
+    last_addition: HashMap<Sum, u32>,
+    readers: HashMap<usize, Vec<u32>>,
+    gathered_readers: HashMap<(usize, Pass), Vec<u32>>,
+    sent: HashMap<(usize, usize, Samples), u32>,
+}
+
+impl Linker {
+    fn link(mut self, list: Vec<Listed>, layout: &Layout, device: usize) -> Vec<Instruction> {
+        let mut instructions = Vec::with_capacity(list.len());
+        for (id, Listed { op, after, from }) in (0u32..).zip(list) {
+            let mut after: Vec<u32> = after.into_iter().map(|place| place as u32).collect();
+            self.follow(id, &op, layout, device, &mut after);
+            after.sort_unstable();
+            after.dedup();
+            instructions.push(Instruction { id, op, lane: lane(&op, layout), after, ahead: id - from as u32 });
         }
-        if let Some(Fact::Updated { tensor }) = effects.establishes {
-            after.extend(readers.remove(&tensor).unwrap_or_default());
-        }
-        maker.extend(effects.makes.iter().map(|value| (*value, id)));
-        fact_maker.extend(effects.establishes.map(|fact| (fact, id)));
-        last_addition.extend(effects.adds_to.iter().map(|sum| (*sum, id)));
-        for tensor in effects.reads_tensors {
-            readers.entry(tensor).or_default().push(id);
-        }
-        let mut after: Vec<u32> = after.into_iter().collect();
-        after.sort_unstable();
-        instructions.push(Instruction { id, op, lane: lane(&op), after });
+        instructions
     }
-    instructions
+
+    fn follow(&mut self, id: u32, op: &Op, layout: &Layout, device: usize, after: &mut Vec<u32>) {
+        let effects = effects(op, layout, device);
+        after.extend(effects.uses_up.iter().filter_map(|value| self.maker.remove(value)));
+        after.extend(effects.needs.iter().filter_map(|fact| self.fact_maker.get(fact)));
+        for sum in effects.needs_complete.iter().chain(&effects.adds_to) {
+            after.extend(self.last_addition.get(sum));
+        }
+        for tensor in &effects.replaces {
+            after.extend(self.readers.get(tensor).into_iter().flatten());
+        }
+        match *op {
+            Op::Release { layer, pass } => {
+                after.extend(self.gathered_readers.remove(&(layer, pass)).into_iter().flatten());
+            }
+            Op::Send { moved: Moved::Activation, layer, reader, samples, .. } => {
+                self.sent.insert((layer, reader, samples), id);
+            }
+            // A gradient comes back after the activation went, so this costs nothing; it says that the way out is
+            // free again.
+            Op::Receive { moved: Moved::Gradient, layer, reader, samples, .. } => {
+                after.extend(self.sent.remove(&(layer, reader, samples)));
+            }
+            _ => {}
+        }
+        self.maker.extend(effects.makes.iter().map(|value| (*value, id)));
+        self.fact_maker.extend(effects.establishes.map(|fact| (fact, id)));
+        self.last_addition.extend(effects.adds_to.iter().map(|sum| (*sum, id)));
+        for tensor in effects.reads_tensors {
+            self.readers.entry(tensor).or_default().push(id);
+        }
+        if let Some(read) = effects.reads_gathered {
+            self.gathered_readers.entry(read).or_default().push(id);
+        }
+    }
 }

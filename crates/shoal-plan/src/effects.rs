@@ -3,14 +3,14 @@
 //! holds exactly these values.
 //!
 //! Values are linear: one instruction makes each, one uses it up. Sums are added to by several instructions
-//! whose order is fixed, because floating-point addition is not associative.
+//! whose order is fixed, because floating-point addition is not associative. All of it is about one device: what
+//! goes to another is used up by a send here and made by a receive there.
 
 use std::fmt;
 
-use shoal_model::Chain;
-
-use crate::program::{Keep, Op};
-use crate::table::Samples;
+use crate::layout::Layout;
+use crate::program::{Keep, Moved, Op, Pass};
+use crate::table::{Residence, Samples, Tier};
 
 /// Something an instruction makes and another uses up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,7 +18,8 @@ pub enum Value {
     /// Tokens or images, as they come in.
     Inputs(Samples),
     Targets(Samples),
-    /// A layer's output, for one of the layers that take it: where branches part, a forward makes several.
+    /// A layer's output, for one of the layers that take it: where branches part, a forward makes several. Where
+    /// that layer is cut differently, each piece is a value.
     Activation {
         layer: usize,
         reader: usize,
@@ -44,6 +45,11 @@ pub enum Value {
         layer: usize,
         samples: Samples,
     },
+    /// The same in host memory.
+    Offloaded {
+        layer: usize,
+        samples: Samples,
+    },
     /// The gradient of a layer's output, as far as it comes from one of the layers that take it.
     Gradient {
         layer: usize,
@@ -58,9 +64,30 @@ pub enum Fact {
     TargetCount,
     Loss,
     GradientNorm,
-    /// The tensor's next version.
+    /// The layer's gathered parameters are here.
+    Gathered {
+        layer: usize,
+        pass: Pass,
+    },
+    /// They no longer are.
+    Released {
+        layer: usize,
+        pass: Pass,
+    },
+    /// A group's sums over all its devices.
+    Exchanged {
+        layer: usize,
+        group: usize,
+        backward: bool,
+    },
+    /// The sums over all devices of the gradients of the tensors that the layer owns.
+    Reduced {
+        layer: usize,
+    },
+    /// The next version of the slices of a tensor in one kind of memory.
     Updated {
         tensor: usize,
+        at: Tier,
     },
 }
 
@@ -99,6 +126,9 @@ impl fmt::Display for Value {
             Value::BegunBackward { layer, samples } => write!(f, "layer {layer}'s begun backward, {samples}"),
             Value::Saved { layer, samples } => write!(f, "what layer {layer} saved, {samples}"),
             Value::Input { layer, samples } => write!(f, "the kept input of layer {layer}, {samples}"),
+            Value::Offloaded { layer, samples } => {
+                write!(f, "the offloaded input of layer {layer}, {samples}")
+            }
             Value::Gradient { layer, reader, samples } if *reader == layer + 1 => {
                 write!(f, "the gradient of layer {layer}'s output, {samples}")
             }
@@ -115,7 +145,13 @@ impl fmt::Display for Fact {
             Fact::TargetCount => write!(f, "the count of the targets"),
             Fact::Loss => write!(f, "the loss"),
             Fact::GradientNorm => write!(f, "the gradient norm"),
-            Fact::Updated { tensor } => write!(f, "the update of tensor {tensor}"),
+            Fact::Gathered { layer, pass } => write!(f, "layer {layer}'s gathered parameters ({pass:?})"),
+            Fact::Released { layer, pass } => write!(f, "the release of layer {layer} ({pass:?})"),
+            Fact::Exchanged { layer, group, .. } => {
+                write!(f, "the exchanged sums of layer {layer}'s group {group}")
+            }
+            Fact::Reduced { layer } => write!(f, "layer {layer}'s reduced gradients"),
+            Fact::Updated { tensor, .. } => write!(f, "the update of tensor {tensor}"),
         }
     }
 }
@@ -145,125 +181,298 @@ pub struct Effects {
     pub needs_complete: Vec<Sum>,
     /// Tensors read at the step's own version: their update must come later.
     pub reads_tensors: Vec<usize>,
+    /// A layer's gathered parameters that are read: they must not have been released.
+    pub reads_gathered: Option<(usize, Pass)>,
+    /// Tensors whose copies are replaced by the next version: whoever reads this one's comes before.
+    pub replaces: Vec<usize>,
 }
 
-/// The effects of an instruction on a model.
-pub fn effects(op: &Op, chain: &Chain) -> Effects {
-    let last = chain.layers.len() - 1;
-    let tensors = |layer: usize| chain.layers[layer].tensors.iter().map(|(_, tensor)| *tensor).collect();
-    // What a layer is fed: the step's inputs, or earlier layers' outputs; the last also the targets.
-    let feed = |layer: usize, samples: Samples| {
-        let inputs = chain.layers[layer].inputs.iter();
-        let mut feed: Vec<Value> =
-            inputs.map(|from| Value::Activation { layer: *from, reader: layer, samples }).collect();
-        feed.extend((layer == 0).then_some(Value::Inputs(samples)));
-        feed.extend((layer == last).then_some(Value::Targets(samples)));
+/// The effects of an instruction on one of the plan's devices.
+pub fn effects(op: &Op, layout: &Layout, device: usize) -> Effects {
+    Of { layout, device }.effects(op)
+}
+
+struct Of<'a> {
+    layout: &'a Layout<'a>,
+    device: usize,
+}
+
+impl Of<'_> {
+    fn last(&self) -> usize {
+        self.layout.chain.layers.len() - 1
+    }
+
+    /// What a layer takes from another, in the pieces in which it comes.
+    fn taken(&self, layer: usize, from: usize, samples: Samples) -> impl Iterator<Item = Value> + '_ {
+        self.layout
+            .pieces(from, samples)
+            .map(move |(samples, _)| Value::Activation { layer: from, reader: layer, samples })
+    }
+
+    /// What a layer is fed first: the step's inputs, or the first of the layers whose outputs it takes.
+    fn first_feed(&self, layer: usize, samples: Samples) -> Vec<Value> {
+        match self.layout.chain.layers[layer].inputs.first() {
+            Some(from) => self.taken(layer, *from, samples).collect(),
+            None => vec![Value::Inputs(samples)],
+        }
+    }
+
+    /// The other outputs it takes; the last layer also the targets.
+    fn other_feed(&self, layer: usize, samples: Samples) -> Vec<Value> {
+        let others = self.layout.chain.layers[layer].inputs.iter().skip(1);
+        let mut feed: Vec<Value> = others.flat_map(|from| self.taken(layer, *from, samples)).collect();
+        feed.extend((layer == self.last()).then_some(Value::Targets(samples)));
         feed
-    };
-    // What a backward takes.
-    let backward_feed = |layer: usize, samples: Samples| {
-        let gradients = chain.readers(layer).map(|reader| Value::Gradient { layer, reader, samples });
+    }
+
+    fn feed(&self, layer: usize, samples: Samples) -> Vec<Value> {
+        let mut feed = self.first_feed(layer, samples);
+        feed.extend(self.other_feed(layer, samples));
+        feed
+    }
+
+    /// What a backward takes.
+    fn backward_feed(&self, layer: usize, samples: Samples) -> Vec<Value> {
+        let gradients = self.layout.readers(layer).iter().flat_map(|reader| {
+            let pieces = self.layout.pieces(*reader, samples);
+            pieces.map(move |(samples, _)| Value::Gradient { layer, reader: *reader, samples })
+        });
         std::iter::once(Value::Saved { layer, samples }).chain(gradients).collect()
-    };
-    let groups = |layer: usize, samples: Samples| {
-        let groups = chain.batch_norm(layer).map(|norm| norm.groups(samples.range()));
+    }
+
+    fn groups(&self, layer: usize, samples: Samples) -> impl Iterator<Item = usize> + use<> {
+        let groups = self.layout.chain.batch_norm(layer).map(|norm| norm.groups(samples.range()));
         groups.into_iter().flatten().map(|(group, _)| group)
-    };
-    match *op {
-        Op::Load { samples } => Effects {
-            makes: vec![Value::Inputs(samples), Value::Targets(samples)],
-            adds_to: vec![Sum::TargetCount],
-            ..Effects::default()
-        },
-        Op::CountTargets => Effects {
-            needs_complete: vec![Sum::TargetCount],
-            establishes: Some(Fact::TargetCount),
-            ..Effects::default()
-        },
-        Op::Begin { layer, samples } => {
-            let mut uses_up = feed(layer, samples);
-            uses_up.truncate(1);
-            Effects {
-                uses_up,
-                makes: vec![Value::Begun { layer, samples }],
-                adds_to: groups(layer, samples).map(|group| Sum::Statistics { layer, group }).collect(),
-                reads_tensors: tensors(layer),
+    }
+
+    /// The facts that groups' sums are there from all devices, for those that are on several.
+    fn exchanged(&self, layer: usize, samples: Samples, backward: bool) -> Vec<Fact> {
+        self.groups(layer, samples)
+            .filter(|group| self.layout.exchange(layer, *group).is_some())
+            .map(|group| Fact::Exchanged { layer, group, backward })
+            .collect()
+    }
+
+    /// What an instruction that computes a layer reads of its parameters.
+    fn reading(&self, layer: usize, backward: bool, mut effects: Effects) -> Effects {
+        let (layout, pass) = (self.layout, self.layout.pass(backward));
+        if layout.gather(layer, pass).is_some_and(|group| group.receives(self.device)) {
+            effects.needs.push(Fact::Gathered { layer, pass });
+            effects.reads_gathered = Some((layer, pass));
+        }
+        effects.reads_tensors = layout.tensors(layer).to_vec();
+        effects
+    }
+
+    fn effects(&self, op: &Op) -> Effects {
+        match *op {
+            Op::Load { samples } => self.load(samples),
+            Op::CountTargets => Effects {
+                needs_complete: vec![Sum::TargetCount],
+                establishes: Some(Fact::TargetCount),
                 ..Effects::default()
-            }
-        }
-        Op::Forward { layer, samples, keep } => {
-            let begun = keep != Keep::Nothing && chain.batch_norm(layer).is_some();
-            let mut uses_up = feed(layer, samples);
-            if begun {
-                uses_up[0] = Value::Begun { layer, samples };
-            }
-            let statistics = groups(layer, samples).map(|group| Sum::Statistics { layer, group });
-            let readers = chain.readers(layer);
-            let mut makes: Vec<Value> =
-                readers.map(|reader| Value::Activation { layer, reader, samples }).collect();
-            makes.extend(match keep {
-                Keep::All => Some(Value::Saved { layer, samples }),
-                Keep::Input => Some(Value::Input { layer, samples }),
-                Keep::Nothing => None,
-            });
-            Effects {
-                uses_up,
-                makes,
-                needs: if layer == last { vec![Fact::TargetCount] } else { vec![] },
-                needs_complete: if begun { statistics.collect() } else { vec![] },
-                adds_to: if layer == last { vec![Sum::Loss] } else { vec![] },
-                reads_tensors: tensors(layer),
+            },
+            Op::Gather { layer, pass } => self.gather(layer, pass),
+            Op::Release { layer, pass } => Effects {
+                needs: vec![Fact::Gathered { layer, pass }],
+                establishes: Some(Fact::Released { layer, pass }),
                 ..Effects::default()
+            },
+            Op::Send { moved, layer, reader, samples, .. } => {
+                Effects { uses_up: vec![moved_value(moved, layer, reader, samples)], ..Effects::default() }
             }
-        }
-        Op::Recompute { layer, samples } => Effects {
-            uses_up: vec![Value::Input { layer, samples }],
-            makes: vec![Value::Saved { layer, samples }],
-            reads_tensors: tensors(layer),
-            ..Effects::default()
-        },
-        Op::BeginBackward { layer, samples } => Effects {
-            uses_up: backward_feed(layer, samples),
-            makes: vec![Value::BegunBackward { layer, samples }],
-            adds_to: groups(layer, samples).map(|group| Sum::GradientStatistics { layer, group }).collect(),
-            reads_tensors: tensors(layer),
-            ..Effects::default()
-        },
-        Op::Backward { layer, samples } => {
-            let sums: Vec<usize> = tensors(layer);
-            let whole = groups(layer, samples).map(|group| Sum::GradientStatistics { layer, group });
-            Effects {
-                uses_up: match chain.batch_norm(layer) {
-                    Some(_) => vec![Value::BegunBackward { layer, samples }],
-                    None => backward_feed(layer, samples),
-                },
-                needs_complete: whole.collect(),
-                makes: chain.layers[layer]
-                    .inputs
-                    .iter()
-                    .map(|from| Value::Gradient { layer: *from, reader: layer, samples })
-                    .collect(),
-                adds_to: sums.iter().map(|tensor| Sum::Gradient { tensor: *tensor }).collect(),
-                reads_tensors: sums,
+            Op::Receive { moved, layer, reader, samples, .. } => {
+                Effects { makes: vec![moved_value(moved, layer, reader, samples)], ..Effects::default() }
+            }
+            Op::Begin { layer, samples } => {
+                let statistics = self.groups(layer, samples).map(|group| Sum::Statistics { layer, group });
+                let begun = Effects {
+                    uses_up: self.first_feed(layer, samples),
+                    makes: vec![Value::Begun { layer, samples }],
+                    adds_to: statistics.collect(),
+                    ..Effects::default()
+                };
+                self.reading(layer, false, begun)
+            }
+            Op::Exchange { layer, group, backward } => Effects {
+                needs_complete: vec![match backward {
+                    false => Sum::Statistics { layer, group },
+                    true => Sum::GradientStatistics { layer, group },
+                }],
+                establishes: Some(Fact::Exchanged { layer, group, backward }),
                 ..Effects::default()
+            },
+            Op::Forward { layer, samples, keep } => self.forward(layer, samples, keep),
+            Op::Offload { layer, samples } => Effects {
+                uses_up: vec![Value::Input { layer, samples }],
+                makes: vec![Value::Offloaded { layer, samples }],
+                ..Effects::default()
+            },
+            Op::Restore { layer, samples } => Effects {
+                uses_up: vec![Value::Offloaded { layer, samples }],
+                makes: vec![Value::Input { layer, samples }],
+                ..Effects::default()
+            },
+            Op::Recompute { layer, samples } => {
+                let remade = Effects {
+                    uses_up: vec![Value::Input { layer, samples }],
+                    makes: vec![Value::Saved { layer, samples }],
+                    ..Effects::default()
+                };
+                self.reading(layer, true, remade)
+            }
+            Op::BeginBackward { layer, samples } => {
+                let sums = self.groups(layer, samples).map(|group| Sum::GradientStatistics { layer, group });
+                let begun = Effects {
+                    uses_up: self.backward_feed(layer, samples),
+                    makes: vec![Value::BegunBackward { layer, samples }],
+                    adds_to: sums.collect(),
+                    ..Effects::default()
+                };
+                self.reading(layer, true, begun)
+            }
+            Op::Backward { layer, samples } => self.backward(layer, samples),
+            Op::Reduce { layer } => Effects {
+                needs_complete: self.gradients(layer),
+                establishes: Some(Fact::Reduced { layer }),
+                ..Effects::default()
+            },
+            Op::Predict { layer, samples } => {
+                let fed = Effects { uses_up: self.feed(layer, samples), ..Effects::default() };
+                self.reading(layer, false, fed)
+            }
+            Op::SumLoss => Effects {
+                needs_complete: vec![Sum::Loss],
+                establishes: Some(Fact::Loss),
+                ..Effects::default()
+            },
+            Op::GradientNorm => self.gradient_norm(),
+            // A loss that is no number stops the step before anything is updated.
+            Op::Update { tensor, at } => Effects {
+                needs: vec![Fact::GradientNorm, Fact::Loss],
+                establishes: Some(Fact::Updated { tensor, at }),
+                replaces: vec![tensor],
+                ..Effects::default()
+            },
+        }
+    }
+
+    fn load(&self, samples: Samples) -> Effects {
+        let mut effects = Effects::default();
+        if self.layout.share(self.device, 0, samples).is_some() {
+            effects.makes.push(Value::Inputs(samples));
+        }
+        if self.layout.share(self.device, self.last(), samples).is_some() {
+            effects.makes.push(Value::Targets(samples));
+            effects.adds_to.push(Sum::TargetCount);
+        }
+        effects
+    }
+
+    fn gather(&self, layer: usize, pass: Pass) -> Effects {
+        let tensors = match pass {
+            Pass::Update => self.layout.owned(layer),
+            Pass::Forward | Pass::Backward | Pass::Step => self.layout.tensors(layer),
+        };
+        let mut effects =
+            Effects { establishes: Some(Fact::Gathered { layer, pass }), ..Effects::default() };
+        let held = tensors.iter().flat_map(|tensor| {
+            let held = self.layout.held(*tensor, self.device).iter();
+            held.map(|held| (*tensor, held.holder.tier()))
+        });
+        match pass {
+            Pass::Update => {
+                effects.needs = held.map(|(tensor, at)| Fact::Updated { tensor, at }).collect();
+                let renewed = |tensor: &&usize| {
+                    self.layout.residence(**tensor, self.device) == Some(Residence::Resident)
+                };
+                effects.replaces = tensors.iter().filter(renewed).copied().collect();
+            }
+            Pass::Forward | Pass::Backward | Pass::Step => {
+                effects.reads_tensors = held.map(|(tensor, _)| tensor).collect();
             }
         }
-        Op::Predict { layer, samples } => {
-            Effects { uses_up: feed(layer, samples), reads_tensors: tensors(layer), ..Effects::default() }
+        effects.needs.dedup();
+        effects
+    }
+
+    fn forward(&self, layer: usize, samples: Samples, keep: Keep) -> Effects {
+        let begun = keep != Keep::Nothing && self.layout.chain.batch_norm(layer).is_some();
+        let mut uses_up = match begun {
+            true => vec![Value::Begun { layer, samples }],
+            false => self.first_feed(layer, samples),
+        };
+        uses_up.extend(self.other_feed(layer, samples));
+        let readers = self.layout.readers(layer).iter();
+        let mut makes: Vec<Value> = readers
+            .flat_map(|reader| {
+                let pieces = self.layout.pieces(*reader, samples);
+                pieces.map(|(samples, _)| Value::Activation { layer, reader: *reader, samples })
+            })
+            .collect();
+        makes.extend(match keep {
+            Keep::All => Some(Value::Saved { layer, samples }),
+            Keep::Input => Some(Value::Input { layer, samples }),
+            Keep::Nothing => None,
+        });
+        let statistics = self.groups(layer, samples).map(|group| Sum::Statistics { layer, group });
+        let mut effects = Effects {
+            uses_up,
+            makes,
+            needs_complete: if begun { statistics.collect() } else { vec![] },
+            needs: if begun { self.exchanged(layer, samples, false) } else { vec![] },
+            ..Effects::default()
+        };
+        if layer == self.last() {
+            effects.needs.push(Fact::TargetCount);
+            effects.adds_to.push(Sum::Loss);
         }
-        Op::SumLoss => {
-            Effects { needs_complete: vec![Sum::Loss], establishes: Some(Fact::Loss), ..Effects::default() }
-        }
-        Op::GradientNorm => Effects {
-            needs_complete: (0..chain.tensors.len()).map(|tensor| Sum::Gradient { tensor }).collect(),
+        self.reading(layer, false, effects)
+    }
+
+    fn backward(&self, layer: usize, samples: Samples) -> Effects {
+        let chain = self.layout.chain;
+        let whole = self.groups(layer, samples).map(|group| Sum::GradientStatistics { layer, group });
+        let inputs = chain.layers[layer].inputs.iter();
+        let effects = Effects {
+            uses_up: match chain.batch_norm(layer) {
+                Some(_) => vec![Value::BegunBackward { layer, samples }],
+                None => self.backward_feed(layer, samples),
+            },
+            needs_complete: whole.collect(),
+            needs: self.exchanged(layer, samples, true),
+            makes: inputs
+                .flat_map(|from| {
+                    let pieces = self.layout.pieces(*from, samples);
+                    pieces.map(|(samples, _)| Value::Gradient { layer: *from, reader: layer, samples })
+                })
+                .collect(),
+            adds_to: self.layout.tensors(layer).iter().map(|tensor| Sum::Gradient { tensor: *tensor }).collect(),
+            ..Effects::default()
+        };
+        self.reading(layer, true, effects)
+    }
+
+    /// The gradient sums of the tensors that a layer owns.
+    fn gradients(&self, layer: usize) -> Vec<Sum> {
+        self.layout.owned(layer).iter().map(|tensor| Sum::Gradient { tensor: *tensor }).collect()
+    }
+
+    fn gradient_norm(&self) -> Effects {
+        let layers = 0..self.layout.chain.layers.len();
+        let reduced = |layer: &usize| self.layout.reduce(*layer).is_some_and(|group| group.has(self.device));
+        Effects {
+            needs: layers.clone().filter(reduced).map(|layer| Fact::Reduced { layer }).collect(),
+            needs_complete: layers.flat_map(|layer| self.gradients(layer)).collect(),
             establishes: Some(Fact::GradientNorm),
             ..Effects::default()
-        },
-        // A loss that is no number stops the step before anything is updated.
-        Op::Update { tensor } => Effects {
-            needs: vec![Fact::GradientNorm, Fact::Loss],
-            establishes: Some(Fact::Updated { tensor }),
-            ..Effects::default()
-        },
+        }
+    }
+}
+
+fn moved_value(moved: Moved, layer: usize, reader: usize, samples: Samples) -> Value {
+    match moved {
+        Moved::Activation => Value::Activation { layer, reader, samples },
+        Moved::Gradient => Value::Gradient { layer, reader, samples },
     }
 }

@@ -4,7 +4,9 @@
 //!
 //! - [`table`]: the plan, a row per layer and a row per tensor.
 //! - [`program`]: instructions, lanes, JSON.
-//! - [`compile`]: from table to program.
+//! - [`layout`]: what moves, derived from the table.
+//! - [`schedule`]: the order of a whole step over all devices.
+//! - [`compile`]: from table to programs.
 //! - [`effects`]: what each instruction reads, makes, uses up and adds to.
 //! - [`verify`]: whether a program's order is one its dependencies allow.
 //! - [`memory`]: a program's memory over its course, to the byte.
@@ -12,18 +14,24 @@
 
 pub mod compile;
 pub mod effects;
+pub mod layout;
+pub mod meetings;
 pub mod memory;
 pub mod one_device;
 pub mod program;
+pub mod schedule;
 pub mod table;
 pub mod verify;
 
-pub use compile::{CompileError, compile};
+pub use compile::{CompileError, compile, compile_paced};
+pub use layout::{Group, Layout, Share};
+pub use meetings::{Meeting, Meetings};
 pub use memory::{MemoryForecast, forecast};
 pub use one_device::{DeviceOffer, PlanError, Planned, Preferences, StepShape, plan_one_device};
-pub use program::{Instruction, Keep, Lane, Op, Program, Purpose};
+pub use program::{Instruction, Keep, Lane, Moved, Op, Pass, Program, Purpose};
+pub use schedule::{ByArithmetic, Pace};
 pub use table::{
     Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Order, Plan, Residence, Samples,
-    Slice, TensorRow,
+    Slice, TensorRow, Tier,
 };
-pub use verify::{ProgramError, verify};
+pub use verify::{ProgramError, verify, verify_all};

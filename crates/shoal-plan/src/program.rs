@@ -1,19 +1,54 @@
 //! A program: what one device does for one step, as instructions on lanes. The list is the schedule's
 //! order; `after` says which of it is needed. Any other order that keeps every `after` gives the same
 //! result, bit for bit.
+//!
+//! Instructions start in the order of the list, each when what it comes `after` has finished and its lane is free;
+//! those with an `ahead` may start that many places earlier. Nothing else may deviate: so memory has a bound
+//! ([`crate::memory`]) and, since the lists of all devices come from one order of the whole step, nothing waits
+//! forever.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::table::Samples;
+use crate::table::{Samples, Tier};
 
 /// What part of a device an instruction occupies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Lane {
     Compute,
+    /// From the host to the device.
     CopyIn,
+    /// From the device to the host.
+    CopyOut,
+    /// To and from other devices. What is on it waits for its partner without holding up the rest.
+    Network,
+    /// The host's share of the optimizer.
+    Host,
+    Disk,
+}
+
+/// What goes from one layer's device to another's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Moved {
+    /// A layer's output, to one of the layers that take it.
+    Activation,
+    /// Its gradient, back from that layer.
+    Gradient,
+}
+
+/// The part of a step for which parameters are gathered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Pass {
+    Forward,
+    Backward,
+    /// Where forwards and backwards alternate: for both.
+    Step,
+    /// The next step: copies that stay are renewed from slices updated elsewhere.
+    Update,
 }
 
 /// What a forward leaves for the backward.
@@ -49,16 +84,57 @@ pub enum Op {
     },
     /// Count the global batch's targets: one over it weighs the loss.
     CountTargets,
+    /// Bring a layer's parameters from their holders to those who compute it.
+    Gather {
+        layer: usize,
+        pass: Pass,
+    },
+    /// Drop what was gathered.
+    Release {
+        layer: usize,
+        pass: Pass,
+    },
+    /// A piece of what one layer hands to another, to the other's device.
+    Send {
+        moved: Moved,
+        layer: usize,
+        reader: usize,
+        samples: Samples,
+        to: usize,
+    },
+    Receive {
+        moved: Moved,
+        layer: usize,
+        reader: usize,
+        samples: Samples,
+        from: usize,
+    },
     /// The part of a forward in training that comes before the statistics of its groups are known, and adds to
     /// them: a layer with a batch norm has it before [`Op::Forward`].
     Begin {
         layer: usize,
         samples: Samples,
     },
+    /// Add up the statistics of a group whose samples are on several devices.
+    Exchange {
+        layer: usize,
+        group: usize,
+        backward: bool,
+    },
     Forward {
         layer: usize,
         samples: Samples,
         keep: Keep,
+    },
+    /// The kept input of a layer, to host memory.
+    Offload {
+        layer: usize,
+        samples: Samples,
+    },
+    /// Back from there.
+    Restore {
+        layer: usize,
+        samples: Samples,
     },
     Recompute {
         layer: usize,
@@ -73,6 +149,10 @@ pub enum Op {
         layer: usize,
         samples: Samples,
     },
+    /// Add up the gradients of the tensors that the layer is the first to use, each slice at its holders.
+    Reduce {
+        layer: usize,
+    },
     /// The last layer's logits, of what [`Purpose::Predict`] says.
     Predict {
         layer: usize,
@@ -82,9 +162,11 @@ pub enum Op {
     SumLoss,
     /// The global norm of the gradient, by which updates are clipped.
     GradientNorm,
-    /// Apply the gradient: the tensor's next version.
+    /// Apply the gradient to the slices of a tensor that are here, in one kind of memory: their next version.
     Update {
         tensor: usize,
+        #[serde(default, skip_serializing_if = "Tier::is_device")]
+        at: Tier,
     },
 }
 
@@ -93,6 +175,21 @@ impl fmt::Display for Op {
         match self {
             Op::Load { samples } => write!(f, "load {samples}"),
             Op::CountTargets => write!(f, "count the targets"),
+            Op::Gather { layer, pass } => write!(f, "gather layer {layer}, {pass:?}"),
+            Op::Release { layer, pass } => write!(f, "release layer {layer}, {pass:?}"),
+            Op::Send { moved, layer, reader, samples, to } => {
+                write!(f, "send layer {layer}'s {moved:?} of layer {reader} to device {to}, {samples}")
+            }
+            Op::Receive { moved, layer, reader, samples, from } => {
+                write!(f, "receive layer {layer}'s {moved:?} of layer {reader} from device {from}, {samples}")
+            }
+            Op::Exchange { layer, group, backward } => {
+                let pass = if *backward { "backward" } else { "forward" };
+                write!(f, "exchange of layer {layer}'s group {group} in the {pass}")
+            }
+            Op::Offload { layer, samples } => write!(f, "offload layer {layer}'s input, {samples}"),
+            Op::Restore { layer, samples } => write!(f, "restore layer {layer}'s input, {samples}"),
+            Op::Reduce { layer } => write!(f, "reduce layer {layer}'s gradients"),
             Op::Begin { layer, samples } => write!(f, "beginning of layer {layer}'s forward, {samples}"),
             Op::Forward { layer, samples, .. } => write!(f, "forward of layer {layer}, {samples}"),
             Op::Recompute { layer, samples } => write!(f, "recompute of layer {layer}, {samples}"),
@@ -103,7 +200,8 @@ impl fmt::Display for Op {
             Op::Predict { layer, samples } => write!(f, "predict from layer {layer}, {samples}"),
             Op::SumLoss => write!(f, "sum the loss"),
             Op::GradientNorm => write!(f, "gradient norm"),
-            Op::Update { tensor } => write!(f, "update of tensor {tensor}"),
+            Op::Update { tensor, at: Tier::Device } => write!(f, "update of tensor {tensor}"),
+            Op::Update { tensor, at } => write!(f, "update of tensor {tensor} at the {at:?}"),
         }
     }
 }
@@ -117,6 +215,14 @@ pub struct Instruction {
     pub lane: Lane,
     /// Instructions that must have finished before this one starts.
     pub after: Vec<u32>,
+    /// How many places before its own it may start: before instructions that stand earlier have. What its memory
+    /// takes is counted from there on.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub ahead: u32,
+}
+
+fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 impl fmt::Display for Instruction {

@@ -2,6 +2,7 @@
 //! of its activations) and one row per tensor (who holds its compute copy, its gradient sum and its
 //! optimizer slices). A tied tensor has one row, whichever layers use it.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
 
@@ -10,7 +11,7 @@ use shoal_model::{Chain, Precision};
 use thiserror::Error;
 
 /// Written into every plan and program; raised when their meaning changes.
-pub const FORMAT: u32 = 2;
+pub const FORMAT: u32 = 3;
 
 /// A run of samples by their numbers in the global batch; in JSON `[start, end]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -62,6 +63,8 @@ pub enum Activations {
     Keep,
     /// Made again from the layer's input.
     Recompute,
+    /// The same, and the input waits in host memory.
+    Offload,
 }
 
 /// One device's share of a layer.
@@ -81,19 +84,60 @@ pub struct LayerRow {
     pub compute: Vec<Compute>,
 }
 
-/// A place that holds state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+/// A place that holds state. Each is served by one device's lanes: host memory and disks by a device of their
+/// machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Holder {
     /// A device's own memory.
     Device(usize),
+    /// The memory of the host that the device is in.
+    Host(usize),
+    /// A disk of that host.
+    Disk(usize),
+}
+
+impl Holder {
+    /// The device whose program does what is done there.
+    pub fn device(self) -> usize {
+        match self {
+            Holder::Device(device) | Holder::Host(device) | Holder::Disk(device) => device,
+        }
+    }
+
+    pub fn tier(self) -> Tier {
+        match self {
+            Holder::Device(_) => Tier::Device,
+            Holder::Host(_) => Tier::Host,
+            Holder::Disk(_) => Tier::Disk,
+        }
+    }
+}
+
+/// A kind of memory, the nearest first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Tier {
+    #[default]
+    Device,
+    Host,
+    Disk,
+}
+
+impl Tier {
+    pub fn is_device(&self) -> bool {
+        *self == Tier::Device
+    }
 }
 
 /// Whether a compute copy stays or is brought for each use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Residence {
+    /// It stays, and each update renews it.
     Resident,
+    /// It is gathered from the optimizer's slices before it is used, and dropped afterwards.
+    Fetched,
 }
 
 /// A device's copy of a tensor, as its layers read it.
@@ -118,7 +162,10 @@ pub struct TensorRow {
     pub tensor: String,
     pub elements: usize,
     pub compute_copies: Vec<ComputeCopy>,
+    /// Who adds up which slice of the gradient. A slice may have several holders, which all get the whole sum.
     pub gradient: Vec<Held>,
+    /// Who keeps and updates which slice of the parameters and of the optimizer's state. Several holders of a
+    /// slice apply the same update: replicas where they compute with it, mirrors where they keep it against loss.
     pub optimizer: Vec<Held>,
 }
 
@@ -130,6 +177,13 @@ pub enum Order {
     MicroBatchFirst,
     /// All micro-batches of a layer before the next layer: each layer's parameters are wanted once.
     LayerFirst,
+    /// Backward before forward, with as many micro-batches under way as there are devices behind this one.
+    OneForwardOneBackward,
+    /// Backward before recomputation before forward, by what they cost; recomputation is done while the gradient is
+    /// still on its way.
+    Varuna,
+    /// All forwards, then all backwards.
+    Gpipe,
 }
 
 /// A device as a plan knows it.
@@ -141,6 +195,9 @@ pub struct DeviceRow {
     pub budget_bytes: u64,
     /// Bytes the device takes for itself, whatever it runs.
     pub workspace_bytes: u64,
+    /// The most micro-batches it may have between forward and backward; by default what the order asks for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stash: Option<usize>,
 }
 
 /// The table.
@@ -219,15 +276,20 @@ impl Plan {
             }
             self.check_slices(row, "gradient", &row.gradient)?;
             self.check_slices(row, "optimizer", &row.optimizer)?;
+            let mut copies = HashSet::new();
+            for copy in &row.compute_copies {
+                if copy.device >= self.devices.len() {
+                    return Err(wrong(format!("there is no device {}", copy.device)));
+                }
+                if !copies.insert(copy.device) {
+                    return Err(wrong(format!("device {} has two copies", copy.device)));
+                }
+            }
             for layer in chain.users(index) {
-                for compute in &self.layers[layer].compute {
-                    if !row.compute_copies.iter().any(|copy| copy.device == compute.device) {
-                        let name = &self.layers[layer].layer;
-                        return Err(wrong(format!(
-                            "device {} computes {name} without a copy",
-                            compute.device
-                        )));
-                    }
+                let row = &self.layers[layer];
+                if let Some(compute) = row.compute.iter().find(|compute| !copies.contains(&compute.device)) {
+                    let (device, layer) = (compute.device, &row.layer);
+                    return Err(wrong(format!("device {device} computes {layer} without a copy")));
                 }
             }
         }
@@ -266,26 +328,31 @@ impl Plan {
 
     fn check_slices(&self, row: &TensorRow, column: &str, held: &[Held]) -> Result<(), TableError> {
         let wrong = |what: String| TableError::Tensor { tensor: row.tensor.clone(), what };
-        let mut slices: Vec<Slice> = held.iter().map(|held| held.slice).collect();
+        let mut slices: Vec<(Slice, Holder)> = held.iter().map(|held| (held.slice, held.holder)).collect();
         slices.sort();
         let mut next = 0;
-        for slice in slices {
-            if slice.start != next {
+        for (place, (slice, holder)) in slices.iter().enumerate() {
+            if slice.count() == 0 {
+                return Err(wrong(format!("{column}: a slice of {holder:?} is empty")));
+            }
+            // Slices are the same for all their holders, or apart.
+            let again = place > 0 && slices[place - 1].0 == *slice;
+            if !again && slice.start != next {
+                let element = next.min(slice.start);
                 return Err(wrong(format!(
-                    "{column}: element {} has two holders or none",
-                    next.min(slice.start)
+                    "{column}: element {element} has no holder, or holders of different slices"
                 )));
+            }
+            if again && slices[place - 1].1 == *holder {
+                return Err(wrong(format!("{column}: {holder:?} holds elements {}.. twice", slice.start)));
             }
             next = slice.end;
         }
         if next != row.elements {
             return Err(wrong(format!("{column}: {next} of {} elements have a holder", row.elements)));
         }
-        let missing = held.iter().find_map(|held| match held.holder {
-            Holder::Device(device) if device >= self.devices.len() => Some(device),
-            Holder::Device(_) => None,
-        });
-        match missing {
+        let devices = held.iter().map(|held| held.holder.device());
+        match devices.into_iter().find(|device| *device >= self.devices.len()) {
             Some(device) => Err(wrong(format!("{column}: there is no device {device}"))),
             None => Ok(()),
         }

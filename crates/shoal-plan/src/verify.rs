@@ -7,7 +7,9 @@ use shoal_model::Chain;
 use thiserror::Error;
 
 use crate::effects::{Fact, Sum, Value, effects};
-use crate::program::{Instruction, Op, Program, Purpose};
+use crate::layout::Layout;
+use crate::meetings::Meetings;
+use crate::program::{Instruction, Keep, Op, Pass, Program, Purpose};
 use crate::table::{FORMAT, Plan, Samples};
 
 /// Why a program is refused: each names the instruction.
@@ -37,10 +39,18 @@ pub enum ProgramError {
     SumIncomplete { instruction: String, sum: String, pending: String },
     #[error("{instruction} reads tensor {tensor} after its update")]
     StaleRead { instruction: String, tensor: usize },
+    #[error("{instruction} reads layer {layer}'s gathered parameters after their release")]
+    Released { instruction: String, layer: usize },
     #[error("at the program's end {value} is left over: an instruction is missing")]
     LeftOver { value: String },
     #[error("the program does not {what}")]
     Incomplete { what: String },
+    #[error("device {device}: {instruction} is not what the plan has it do there")]
+    NotPlanned { device: usize, instruction: String },
+    #[error("device {device}: {instruction} has no counterpart on device {other}")]
+    Unmet { device: usize, instruction: String, other: usize },
+    #[error("device {device}: {instruction} would wait forever")]
+    Stuck { device: usize, instruction: String },
 }
 
 impl ProgramError {
@@ -51,7 +61,8 @@ impl ProgramError {
             | ProgramError::FactMissing { .. }
             | ProgramError::SumOrder { .. }
             | ProgramError::SumIncomplete { .. }
-            | ProgramError::StaleRead { .. } => {
+            | ProgramError::StaleRead { .. }
+            | ProgramError::Released { .. } => {
                 "reorder instructions only where every id in `after` still stands earlier in the list".into()
             }
             _ => "write the program again with `shoal plan JOB.toml --program FILE`".into(),
@@ -59,22 +70,41 @@ impl ProgramError {
     }
 }
 
-/// Checks a program against its plan and model.
+/// Checks a device's program against its plan and model.
 pub fn verify(program: &Program, plan: &Plan, chain: &Chain, purpose: Purpose) -> Result<(), ProgramError> {
+    verify_in(program, &Layout::new(plan, chain), purpose)
+}
+
+/// Checks the programs of all the plan's devices: each alone, and that they meet and none waits forever.
+pub fn verify_all(
+    programs: &[Program],
+    plan: &Plan,
+    chain: &Chain,
+    purpose: Purpose,
+) -> Result<(), ProgramError> {
+    let layout = Layout::new(plan, chain);
+    for program in programs {
+        verify_in(program, &layout, purpose)?;
+    }
+    Meetings::new(programs, &layout)?.come_to_an_end(programs)
+}
+
+fn verify_in(program: &Program, layout: &Layout, purpose: Purpose) -> Result<(), ProgramError> {
     if program.format != FORMAT {
         return Err(ProgramError::Format { found: program.format });
     }
     if program.purpose != purpose {
         return Err(ProgramError::Purpose { found: program.purpose, expected: purpose });
     }
-    if program.device >= plan.devices.len() {
-        return Err(ProgramError::Device { device: program.device, devices: plan.devices.len() });
+    let devices = layout.plan.devices.len();
+    if program.device >= devices {
+        return Err(ProgramError::Device { device: program.device, devices });
     }
-    let mut walk = Walk::new(program, chain)?;
+    let mut walk = Walk::new(program, layout)?;
     for instruction in &program.instructions {
         walk.step(instruction)?;
     }
-    walk.finish(plan)
+    walk.finish()
 }
 
 /// Who adds to a sum, in the order the schedule fixed.
@@ -84,54 +114,111 @@ struct Turns {
 }
 
 struct Walk<'a> {
-    chain: &'a Chain,
+    layout: &'a Layout<'a>,
+    device: usize,
     by_id: HashMap<u32, &'a Instruction>,
     purpose: Purpose,
     done: HashSet<u32>,
     live: HashSet<Value>,
     ever_made: HashSet<Value>,
     facts: HashSet<Fact>,
+    /// Tensors whose next version is here.
+    replaced: HashSet<usize>,
     sums: HashMap<Sum, Turns>,
-    loaded: Vec<Samples>,
+    /// Samples of each layer that went forward, and backward.
+    passed: HashMap<(usize, bool), usize>,
+}
+
+/// Whether an instruction speaks of layers, tensors and devices that there are.
+fn is_in_range(op: &Op, layout: &Layout) -> bool {
+    let (layers, batch) = (layout.chain.layers.len(), layout.plan.global_batch);
+    let some = |samples: Samples| samples.start < samples.end && samples.end <= batch;
+    match *op {
+        Op::Begin { layer, samples }
+        | Op::BeginBackward { layer, samples }
+        | Op::Forward { layer, samples, .. }
+        | Op::Offload { layer, samples }
+        | Op::Restore { layer, samples }
+        | Op::Recompute { layer, samples }
+        | Op::Backward { layer, samples }
+        | Op::Predict { layer, samples } => layer < layers && some(samples),
+        Op::Send { layer, reader, samples, .. } | Op::Receive { layer, reader, samples, .. } => {
+            layer < reader && reader < layers && some(samples)
+        }
+        Op::Gather { layer, .. } | Op::Release { layer, .. } | Op::Reduce { layer } => layer < layers,
+        Op::Exchange { layer, group, .. } => {
+            let norm = if layer < layers { layout.chain.batch_norm(layer) } else { None };
+            norm.is_some_and(|norm| group < norm.group_count(batch))
+        }
+        Op::Update { tensor, .. } => tensor < layout.chain.tensors.len(),
+        Op::Load { samples } => some(samples),
+        Op::CountTargets | Op::SumLoss | Op::GradientNorm => true,
+    }
+}
+
+/// Whether the plan has the device do this at all: its own samples, and movements that the table asks for.
+fn is_planned(op: &Op, layout: &Layout, device: usize) -> bool {
+    let last = layout.chain.layers.len() - 1;
+    let shares = |layer, samples| layout.share(device, layer, samples).is_some();
+    match *op {
+        Op::Load { samples } => shares(0, samples) || shares(last, samples),
+        Op::Begin { layer, samples }
+        | Op::BeginBackward { layer, samples }
+        | Op::Forward { layer, samples, .. }
+        | Op::Offload { layer, samples }
+        | Op::Restore { layer, samples }
+        | Op::Recompute { layer, samples }
+        | Op::Backward { layer, samples }
+        | Op::Predict { layer, samples } => shares(layer, samples),
+        Op::Gather { layer, pass } => layout.gather(layer, pass).is_some_and(|group| group.has(device)),
+        Op::Release { layer, pass } => layout.gather(layer, pass).is_some_and(|group| group.receives(device)),
+        Op::Reduce { layer } => layout.reduce(layer).is_some_and(|group| group.has(device)),
+        Op::Exchange { layer, group, .. } => {
+            layout.exchange(layer, group).is_some_and(|group| group.has(device))
+        }
+        Op::Update { tensor, at } => {
+            layout.held(tensor, device).iter().any(|held| held.holder.tier() == at)
+        }
+        // Values that are used up must have been made, and receives have their sends.
+        Op::Send { .. } | Op::Receive { .. } => true,
+        Op::CountTargets => layout.computing(last).any(|other| other == device),
+        Op::SumLoss | Op::GradientNorm => layout.members().binary_search(&device).is_ok(),
+    }
 }
 
 impl<'a> Walk<'a> {
-    fn new(program: &'a Program, chain: &'a Chain) -> Result<Walk<'a>, ProgramError> {
+    fn new(program: &'a Program, layout: &'a Layout) -> Result<Walk<'a>, ProgramError> {
+        let device = program.device;
         let mut by_id = HashMap::new();
         let mut sums: HashMap<Sum, Turns> = HashMap::new();
         for instruction in &program.instructions {
             if by_id.insert(instruction.id, instruction).is_some() {
                 return Err(ProgramError::DuplicateId { id: instruction.id });
             }
-            let known = match instruction.op {
-                Op::Begin { layer, .. }
-                | Op::BeginBackward { layer, .. }
-                | Op::Forward { layer, .. }
-                | Op::Recompute { layer, .. }
-                | Op::Backward { layer, .. }
-                | Op::Predict { layer, .. } => layer < chain.layers.len(),
-                Op::Update { tensor } => tensor < chain.tensors.len(),
-                Op::Load { .. } | Op::CountTargets | Op::SumLoss | Op::GradientNorm => true,
-            };
-            if !known {
+            if !is_in_range(&instruction.op, layout) {
                 return Err(ProgramError::OutOfRange { instruction: instruction.to_string() });
             }
-            for sum in effects(&instruction.op, chain).adds_to {
+            if !is_planned(&instruction.op, layout, device) {
+                return Err(ProgramError::NotPlanned { device, instruction: instruction.to_string() });
+            }
+            for sum in effects(&instruction.op, layout, device).adds_to {
                 sums.entry(sum).or_insert(Turns { ids: Vec::new(), taken: 0 }).ids.push(instruction.id);
             }
         }
         // Ids are given in schedule order, so they are the order of the additions.
         sums.values_mut().for_each(|turns| turns.ids.sort_unstable());
         Ok(Walk {
-            chain,
+            layout,
+            device,
             by_id,
             purpose: program.purpose,
             done: HashSet::new(),
             live: HashSet::new(),
             ever_made: HashSet::new(),
             facts: HashSet::new(),
+            replaced: HashSet::new(),
             sums,
-            loaded: Vec::new(),
+            passed: HashMap::new(),
         })
     }
 
@@ -142,7 +229,7 @@ impl<'a> Walk<'a> {
                 self.by_id.get(after).map_or_else(|| after.to_string(), |i| format!("{} ({})", i.id, i.op));
             return Err(ProgramError::TooEarly { instruction: name(), after });
         }
-        let effects = effects(&instruction.op, self.chain);
+        let effects = effects(&instruction.op, self.layout, self.device);
         for value in effects.uses_up {
             if !self.live.remove(&value) {
                 return Err(ProgramError::NotMade { instruction: name(), value: value.to_string() });
@@ -152,10 +239,16 @@ impl<'a> Walk<'a> {
             return Err(ProgramError::FactMissing { instruction: name(), fact: fact.to_string() });
         }
         for tensor in effects.reads_tensors {
-            if self.facts.contains(&Fact::Updated { tensor }) {
+            if self.replaced.contains(&tensor) {
                 return Err(ProgramError::StaleRead { instruction: name(), tensor });
             }
         }
+        if let Some((layer, pass)) = effects.reads_gathered
+            && self.facts.contains(&Fact::Released { layer, pass })
+        {
+            return Err(ProgramError::Released { instruction: name(), layer });
+        }
+        self.replaced.extend(effects.replaces);
         for sum in effects.adds_to {
             let turns = self.sums.get_mut(&sum).expect("every sum was collected");
             let turn = turns.ids[turns.taken];
@@ -186,57 +279,83 @@ impl<'a> Walk<'a> {
         {
             return Err(ProgramError::MadeTwice { instruction: name(), value: fact.to_string() });
         }
-        if let Op::Load { samples } = instruction.op {
-            self.loaded.push(samples);
+        match instruction.op {
+            Op::Forward { layer, samples, keep } => {
+                let trains = self.purpose == Purpose::Train;
+                if trains == (keep == Keep::Nothing) {
+                    let what = if trains { "keep what the backward needs" } else { "let go of what it made" };
+                    return Err(ProgramError::Incomplete { what: format!("{what} in {}", name()) });
+                }
+                *self.passed.entry((layer, false)).or_default() += samples.count();
+            }
+            Op::Predict { layer, samples } => {
+                *self.passed.entry((layer, false)).or_default() += samples.count();
+            }
+            Op::Backward { layer, samples } => {
+                *self.passed.entry((layer, true)).or_default() += samples.count();
+            }
+            _ => {}
         }
         self.done.insert(instruction.id);
         Ok(())
     }
 
-    fn finish(mut self, plan: &Plan) -> Result<(), ProgramError> {
+    fn finish(mut self) -> Result<(), ProgramError> {
         // A prediction has no use for targets.
         self.live.retain(|value| self.purpose != Purpose::Predict || !matches!(value, Value::Targets(_)));
         if let Some(value) = self.live.iter().next() {
             return Err(ProgramError::LeftOver { value: value.to_string() });
         }
-        let incomplete = |what: &str| Err(ProgramError::Incomplete { what: what.into() });
-        self.loaded.sort();
-        let mut next = 0;
-        for samples in &self.loaded {
-            if samples.start != next || samples.count() == 0 {
-                return incomplete("load every sample exactly once");
+        let incomplete = |what: String| Err(ProgramError::Incomplete { what });
+        let (layout, device) = (self.layout, self.device);
+        let trains = self.purpose == Purpose::Train;
+        for layer in 0..layout.chain.layers.len() {
+            let shares = layout.shares(layer).iter().filter(|share| share.device == device);
+            let planned: usize = shares.map(|share| share.samples.count()).sum();
+            for backward in [false, true] {
+                let passed = self.passed.get(&(layer, backward)).copied().unwrap_or_default();
+                if passed != planned && (trains || !backward) {
+                    let way = if backward { "backward" } else { "forward" };
+                    return incomplete(format!("take its {planned} samples {way} through layer {layer}"));
+                }
             }
-            next = samples.end;
         }
-        if next != plan.global_batch {
-            return incomplete(&format!("load the {} samples of the global batch", plan.global_batch));
-        }
-        if self.purpose == Purpose::Predict {
-            return Ok(());
-        }
-        if !self.facts.contains(&Fact::Loss) {
-            return incomplete("sum the loss");
-        }
-        if self.purpose == Purpose::Evaluate {
-            return Ok(());
-        }
-        let layers = self.chain.layers.len();
-        let backwards = |layer: usize| {
-            let ids = self.done.iter().filter_map(|id| match self.by_id[id].op {
-                Op::Backward { layer: at, samples } if at == layer => Some(samples.count()),
-                _ => None,
-            });
-            ids.sum::<usize>()
-        };
-        // Values are linear, so what reached layer 0 passed through every layer.
-        if (0..layers).any(|layer| backwards(layer) != plan.global_batch) {
-            return incomplete("take every sample backward through every layer");
-        }
-        let missing =
-            (0..self.chain.tensors.len()).find(|t| !self.facts.contains(&Fact::Updated { tensor: *t }));
-        match missing {
-            Some(tensor) => incomplete(&format!("update tensor {tensor}")),
+        match self.expected_facts().into_iter().find(|fact| !self.facts.contains(fact)) {
+            Some(fact) => incomplete(format!("make {fact}")),
             None => Ok(()),
         }
+    }
+
+    /// What must be true at the end.
+    fn expected_facts(&self) -> Vec<Fact> {
+        let (layout, device) = (self.layout, self.device);
+        let mut expected = Vec::new();
+        if self.purpose == Purpose::Predict || layout.members().binary_search(&device).is_err() {
+            return expected;
+        }
+        expected.push(Fact::Loss);
+        for layer in 0..layout.chain.layers.len() {
+            let passes: &[Pass] = match (layout.is_layered(), self.purpose == Purpose::Train) {
+                (true, true) => &[Pass::Forward, Pass::Backward, Pass::Update],
+                (true, false) => &[Pass::Forward],
+                (false, true) => &[Pass::Step, Pass::Update],
+                (false, false) => &[Pass::Step],
+            };
+            for pass in passes.iter().copied() {
+                let group = layout.gather(layer, pass).filter(|group| group.has(device));
+                expected.extend(group.map(|_| Fact::Gathered { layer, pass }));
+                let released = self.purpose == Purpose::Train && pass != Pass::Update;
+                let group = group.filter(|group| released && group.receives(device));
+                expected.extend(group.map(|_| Fact::Released { layer, pass }));
+            }
+        }
+        if self.purpose == Purpose::Train {
+            expected.push(Fact::GradientNorm);
+            for tensor in 0..layout.chain.tensors.len() {
+                let held = layout.held(tensor, device).iter();
+                expected.extend(held.map(|held| Fact::Updated { tensor, at: held.holder.tier() }));
+            }
+        }
+        expected
     }
 }

@@ -1,0 +1,350 @@
+//! What moves, derived from the table alone: where the pieces of each layer's samples lie, who gathers whose
+//! parameters, who adds up whose gradients. The compiler, the verifier, the memory forecast and the simulator all
+//! ask here, so that none of them can disagree about it.
+
+use std::collections::BTreeMap;
+
+use shoal_model::Chain;
+
+use crate::program::{Lane, Pass};
+use crate::table::{Activations, Held, Holder, Order, Plan, Residence, Samples, TensorRow, Tier};
+
+/// A micro-batch of a layer and who computes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    pub samples: Samples,
+    pub device: usize,
+    pub activations: Activations,
+}
+
+/// Devices that act together: each has the instruction in its program.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Group {
+    /// In order.
+    pub devices: Vec<usize>,
+    /// Those of them that get something by it, in order.
+    pub receivers: Vec<usize>,
+    /// The farthest memory that takes part.
+    pub tier: Tier,
+}
+
+impl Group {
+    fn new(mut devices: Vec<usize>, mut receivers: Vec<usize>, tier: Tier) -> Group {
+        receivers.sort_unstable();
+        receivers.dedup();
+        devices.extend(&receivers);
+        devices.sort_unstable();
+        devices.dedup();
+        Group { devices, receivers, tier }
+    }
+
+    pub fn has(&self, device: usize) -> bool {
+        self.devices.binary_search(&device).is_ok()
+    }
+
+    pub fn receives(&self, device: usize) -> bool {
+        self.receivers.binary_search(&device).is_ok()
+    }
+
+    /// What it occupies: the network, or where one device acts alone the way between it and a tier of its host.
+    pub fn lane(&self, to_device: bool) -> Lane {
+        match (self.devices.len(), self.tier) {
+            (1, Tier::Disk) => Lane::Disk,
+            (1, _) if to_device => Lane::CopyIn,
+            (1, _) => Lane::CopyOut,
+            _ => Lane::Network,
+        }
+    }
+}
+
+/// What is in the table about one layer's movements.
+#[derive(Debug, Default)]
+struct LayerLayout {
+    /// By sample number.
+    shares: Vec<Share>,
+    readers: Vec<usize>,
+    /// All it uses, each once.
+    tensors: Vec<usize>,
+    /// Those that no earlier layer uses.
+    owned: Vec<usize>,
+    /// Who gathers parameters to compute it with.
+    fetch: Option<Group>,
+    /// Who renews copies of the tensors that it owns after an update.
+    renew: Option<Group>,
+    /// Who adds up the gradients of the tensors that it owns.
+    reduce: Option<Group>,
+}
+
+/// A tensor's row, to be asked by device.
+#[derive(Debug)]
+struct TensorLayout {
+    /// By device.
+    copies: Vec<(usize, Residence)>,
+    /// By the device that serves them.
+    optimizer: Vec<Held>,
+    /// Devices whose own memory has all of the optimizer's slices, in order.
+    whole: Vec<usize>,
+    /// Devices whose own memory has all of the gradient's.
+    whole_gradient: Vec<usize>,
+}
+
+impl TensorLayout {
+    fn new(row: &TensorRow) -> TensorLayout {
+        let mut copies: Vec<_> =
+            row.compute_copies.iter().map(|copy| (copy.device, copy.residence)).collect();
+        copies.sort_unstable_by_key(|(device, _)| *device);
+        let mut optimizer = row.optimizer.clone();
+        optimizer.sort_by_key(|held| (held.holder.device(), held.slice));
+        TensorLayout {
+            copies,
+            optimizer,
+            whole: whole(&row.optimizer, row.elements),
+            whole_gradient: whole(&row.gradient, row.elements),
+        }
+    }
+
+    fn residence(&self, device: usize) -> Option<Residence> {
+        let place = self.copies.binary_search_by_key(&device, |(device, _)| *device).ok()?;
+        Some(self.copies[place].1)
+    }
+
+    fn is_whole(&self, device: usize) -> bool {
+        self.whole.binary_search(&device).is_ok()
+    }
+}
+
+#[derive(Debug)]
+pub struct Layout<'a> {
+    pub plan: &'a Plan,
+    pub chain: &'a Chain,
+    layers: Vec<LayerLayout>,
+    tensors: Vec<TensorLayout>,
+    /// Devices that compute or hold something.
+    members: Vec<usize>,
+}
+
+impl<'a> Layout<'a> {
+    /// Of a table that [`Plan::check`] has passed.
+    pub fn new(plan: &'a Plan, chain: &'a Chain) -> Layout<'a> {
+        let mut layers: Vec<LayerLayout> = (0..chain.layers.len())
+            .map(|layer| LayerLayout {
+                shares: shares(plan, layer),
+                readers: chain.readers(layer).collect(),
+                tensors: tensors(chain, layer),
+                ..LayerLayout::default()
+            })
+            .collect();
+        for tensor in 0..chain.tensors.len() {
+            if let Some(first) = chain.users(tensor).next() {
+                layers[first].owned.push(tensor);
+            }
+        }
+        let tensors = plan.tensors.iter().map(TensorLayout::new).collect();
+        let mut layout = Layout { plan, chain, layers, tensors, members: Vec::new() };
+        for layer in 0..layout.layers.len() {
+            let (fetch, renew, reduce) = (layout.fetch(layer), layout.renew(layer), layout.reduction(layer));
+            let at = &mut layout.layers[layer];
+            (at.fetch, at.renew, at.reduce) = (fetch, renew, reduce);
+        }
+        layout.members = layout.find_members();
+        layout
+    }
+
+    /// A layer's micro-batches, by sample number.
+    pub fn shares(&self, layer: usize) -> &[Share] {
+        &self.layers[layer].shares
+    }
+
+    /// The micro-batches of a layer that have some of these samples.
+    pub fn shares_of(&self, layer: usize, samples: Samples) -> &[Share] {
+        let shares = &self.layers[layer].shares;
+        let first = shares.partition_point(|share| share.samples.end <= samples.start);
+        let end = shares.partition_point(|share| share.samples.start < samples.end);
+        &shares[first..end]
+    }
+
+    /// The pieces in which these samples pass to or from a layer, and that layer's device for each.
+    pub fn pieces(&self, layer: usize, samples: Samples) -> impl Iterator<Item = (Samples, usize)> + '_ {
+        self.shares_of(layer, samples).iter().map(move |share| {
+            let start = share.samples.start.max(samples.start);
+            (Samples { start, end: share.samples.end.min(samples.end) }, share.device)
+        })
+    }
+
+    /// The device's share of a layer that is just these samples.
+    pub fn share(&self, device: usize, layer: usize, samples: Samples) -> Option<Share> {
+        let [share] = self.shares_of(layer, samples) else { return None };
+        (share.samples == samples && share.device == device).then_some(*share)
+    }
+
+    pub fn readers(&self, layer: usize) -> &[usize] {
+        &self.layers[layer].readers
+    }
+
+    pub fn tensors(&self, layer: usize) -> &[usize] {
+        &self.layers[layer].tensors
+    }
+
+    /// Tensors that the layer is the first to use: their gradients are complete after its backward.
+    pub fn owned(&self, layer: usize) -> &[usize] {
+        &self.layers[layer].owned
+    }
+
+    /// Devices that compute or hold something.
+    pub fn members(&self) -> &[usize] {
+        &self.members
+    }
+
+    /// Whether each layer's micro-batches are done before the next layer's begin.
+    pub fn is_layered(&self) -> bool {
+        self.plan.order == Order::LayerFirst
+    }
+
+    /// The part of the step that a gathering serves: forward and backward each where the order is layered.
+    pub fn pass(&self, backward: bool) -> Pass {
+        match (self.is_layered(), backward) {
+            (false, _) => Pass::Step,
+            (true, false) => Pass::Forward,
+            (true, true) => Pass::Backward,
+        }
+    }
+
+    pub fn gather(&self, layer: usize, pass: Pass) -> Option<&Group> {
+        match pass {
+            Pass::Update => self.layers[layer].renew.as_ref(),
+            Pass::Forward | Pass::Backward | Pass::Step => self.layers[layer].fetch.as_ref(),
+        }
+    }
+
+    pub fn reduce(&self, layer: usize) -> Option<&Group> {
+        self.layers[layer].reduce.as_ref()
+    }
+
+    /// The devices that have samples of a group whose batch norm takes them together, where they are several.
+    pub fn exchange(&self, layer: usize, group: usize) -> Option<Group> {
+        let norm = self.chain.batch_norm(layer)?;
+        let devices: Vec<usize> = match norm.group {
+            None => self.shares(layer).iter().map(|share| share.device).collect(),
+            Some(size) => {
+                let samples = Samples::new(group * size..(group + 1) * size);
+                self.shares_of(layer, samples).iter().map(|share| share.device).collect()
+            }
+        };
+        let group = Group::new(Vec::new(), devices, Tier::Device);
+        (group.devices.len() > 1).then_some(group)
+    }
+
+    /// What becomes of a device's copy of a tensor; none where it has none.
+    pub fn residence(&self, tensor: usize, device: usize) -> Option<Residence> {
+        self.tensors[tensor].residence(device)
+    }
+
+    /// The parts of a tensor's optimizer state that a device serves.
+    pub fn held(&self, tensor: usize, device: usize) -> &[Held] {
+        let held = &self.tensors[tensor].optimizer;
+        let first = held.partition_point(|held| held.holder.device() < device);
+        let end = held.partition_point(|held| held.holder.device() <= device);
+        &held[first..end]
+    }
+
+    /// Whether all of a tensor's state lies in the device's own memory.
+    pub fn holds_whole(&self, tensor: usize, device: usize) -> bool {
+        self.tensors[tensor].is_whole(device)
+    }
+
+    /// Devices that compute a layer.
+    pub fn computing(&self, layer: usize) -> impl Iterator<Item = usize> + '_ {
+        self.plan.layers[layer].compute.iter().filter(|c| !c.micro_batches.is_empty()).map(|c| c.device)
+    }
+
+    fn fetch(&self, layer: usize) -> Option<Group> {
+        let mut computing: Vec<usize> = self.computing(layer).collect();
+        computing.sort_unstable();
+        self.brought(&self.layers[layer].tensors, |device, residence| {
+            residence == Residence::Fetched && computing.binary_search(&device).is_ok()
+        })
+    }
+
+    fn renew(&self, layer: usize) -> Option<Group> {
+        self.brought(&self.layers[layer].owned, |_, residence| residence == Residence::Resident)
+    }
+
+    /// Who takes part where some devices get whole tensors: those that lack a part of one, and their holders.
+    fn brought(&self, tensors: &[usize], wants: impl Fn(usize, Residence) -> bool) -> Option<Group> {
+        let (mut givers, mut receivers, mut tier) = (Vec::new(), Vec::new(), Tier::Device);
+        for tensor in tensors.iter().map(|tensor| &self.tensors[*tensor]) {
+            let lacking = tensor.copies.iter().filter(|(device, residence)| {
+                wants(*device, *residence) && !tensor.is_whole(*device)
+            });
+            let before = receivers.len();
+            receivers.extend(lacking.map(|(device, _)| *device));
+            if receivers.len() > before {
+                givers.extend(tensor.optimizer.iter().map(|held| held.holder.device()));
+                tier = tensor.optimizer.iter().map(|held| held.holder.tier()).fold(tier, Tier::max);
+            }
+        }
+        (!receivers.is_empty()).then(|| Group::new(givers, receivers, tier))
+    }
+
+    fn reduction(&self, layer: usize) -> Option<Group> {
+        let (mut devices, mut receivers, mut tier) = (Vec::new(), Vec::new(), Tier::Device);
+        for tensor in &self.layers[layer].owned {
+            let held = &self.plan.tensors[*tensor].gradient;
+            let mut from: Vec<usize> =
+                self.chain.users(*tensor).flat_map(|user| self.computing(user)).collect();
+            from.sort_unstable();
+            from.dedup();
+            // Where one device computes all and has all in its own memory, nothing moves.
+            let alone = from.len() == 1
+                && self.tensors[*tensor].whole_gradient == from
+                && held.iter().all(|held| held.holder == Holder::Device(from[0]));
+            if !alone {
+                devices.extend(from);
+                receivers.extend(held.iter().map(|held| held.holder.device()));
+                tier = held.iter().map(|held| held.holder.tier()).fold(tier, Tier::max);
+            }
+        }
+        (!receivers.is_empty()).then(|| Group::new(devices, receivers, tier))
+    }
+
+    fn find_members(&self) -> Vec<usize> {
+        let mut works = vec![false; self.plan.devices.len()];
+        for layer in 0..self.layers.len() {
+            self.computing(layer).for_each(|device| works[device] = true);
+        }
+        for row in &self.plan.tensors {
+            row.optimizer.iter().for_each(|held| works[held.holder.device()] = true);
+        }
+        (0..works.len()).filter(|device| works[*device]).collect()
+    }
+}
+
+fn shares(plan: &Plan, layer: usize) -> Vec<Share> {
+    let rows = plan.layers[layer].compute.iter();
+    let mut shares: Vec<Share> = rows
+        .flat_map(|compute| {
+            let (device, activations) = (compute.device, compute.activations);
+            compute.micro_batches.iter().map(move |samples| Share { samples: *samples, device, activations })
+        })
+        .collect();
+    shares.sort_unstable_by_key(|share| share.samples);
+    shares
+}
+
+fn tensors(chain: &Chain, layer: usize) -> Vec<usize> {
+    let mut tensors: Vec<usize> = chain.layers[layer].tensors.iter().map(|(_, tensor)| *tensor).collect();
+    tensors.sort_unstable();
+    tensors.dedup();
+    tensors
+}
+
+/// Devices whose own memory has all of a tensor, in order.
+fn whole(held: &[Held], elements: usize) -> Vec<usize> {
+    let mut here: BTreeMap<usize, usize> = BTreeMap::new();
+    for held in held {
+        if let Holder::Device(device) = held.holder {
+            *here.entry(device).or_default() += held.slice.count();
+        }
+    }
+    here.into_iter().filter(|(_, count)| *count == elements).map(|(device, _)| device).collect()
+}
