@@ -44,6 +44,12 @@ fn resnet(blocks: &[usize], bottleneck: bool, size: usize) -> Chain {
     Chain::convolutional(&ConvolutionalConfig { body, first_channels: 5, classes: 7, channels: 3, size })
 }
 
+/// As narrow as they come, on images as small as they come or a little larger.
+fn inception(size: usize, dropout: bool) -> Chain {
+    let body = Body::Inception { dropout };
+    Chain::convolutional(&ConvolutionalConfig { body, first_channels: 2, classes: 7, channels: 3, size })
+}
+
 fn optimizer(lr: f64) -> OptimizerSettings {
     let kind = OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
     OptimizerSettings { kind, lr, weight_decay: 0.1, decay: Decay::Matrices, clip_norm: Some(1.0) }
@@ -107,6 +113,8 @@ fn counted_bytes_are_those_forecast() {
         resnet(&[1, 1], false, 17),
         resnet(&[2, 2, 1], true, 24),
         resnet(&[1, 1, 1, 2], true, 40),
+        inception(75, false),
+        inception(93, true),
     ];
     // In groups of two, as many as there are micro-batches and not.
     let mut grouped = resnet(&[2, 1], true, 24);

@@ -1,4 +1,4 @@
-//! The mathematics of GPT-2, Llama, Qwen2, BERT and ViT against transformers, of VGG and ResNet against
+//! The mathematics of GPT-2, Llama, Qwen2, BERT and ViT against transformers, of VGG, ResNet and Inception against
 //! torchvision: logits, every gradient, and twelve steps of AdamW, whichever micro-batches cut the batch and
 //! whatever is kept; on the CPU, and on a GPU where there is one.
 
@@ -21,6 +21,7 @@ fn golden(model: &str) -> PathBuf {
 fn cuts(model: &str) -> &'static [usize] {
     match model {
         "vgg" | "resnet" => &[3, 8],
+        "inception" => &[1, 4, 6],
         _ => &[1, 2, 3, 4],
     }
 }
@@ -135,6 +136,12 @@ fn resnet_agrees_with_torchvision() {
     compare("resnet");
 }
 
+/// Branches that end side by side, and its batch norms like a ResNet's.
+#[test]
+fn inception_agrees_with_torchvision() {
+    compare("inception");
+}
+
 #[test]
 fn gpt2_agrees_on_a_gpu() {
     compare_on_gpu("gpt2");
@@ -168,4 +175,9 @@ fn vgg_agrees_on_a_gpu() {
 #[test]
 fn resnet_agrees_on_a_gpu() {
     compare_on_gpu("resnet");
+}
+
+#[test]
+fn inception_agrees_on_a_gpu() {
+    compare_on_gpu("inception");
 }
