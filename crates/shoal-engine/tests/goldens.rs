@@ -26,14 +26,15 @@ fn cuts(model: &str) -> &'static [usize] {
     }
 }
 
-/// The ResNet on a GPU, where rounding is the libraries'. In fp32 an activation of the ninth step is 3e-6 from zero (in
-/// f64), and the norms after it depend on which side rounding puts it: 4e-3. In other precisions this model, whose
-/// last batch norms see 32 numbers each, is as far off in PyTorch (autocast to bf16: 0.49 of the gradient, 2.9e-2 of
-/// the losses).
-fn resnet_agrees(report: &GoldenReport, precision: Precision) -> bool {
+/// Models with batch norms on a GPU, where rounding is the libraries'. In fp32 an activation of the ResNet's ninth step is
+/// 3e-6 from zero (in f64), and the norms after it depend on which side rounding puts it: 4e-3. In other precisions these
+/// models, whose last batch norms see 32 numbers each, or six, are as far off in PyTorch (autocast to bf16: 0.49 of the
+/// ResNet's gradient and 2.9e-2 of its losses, 0.39 and 2.2e-2 of the Inception's).
+fn normed_agrees(model: &str, report: &GoldenReport, precision: Precision) -> bool {
     let exact = [report.logits, report.worst_gradient().1, report.worst_loss()];
+    let norms = if model == "resnet" { 1e-2 } else { EXACT };
     match precision {
-        Precision::Fp32 => exact.iter().all(|off| *off <= EXACT) && report.worst_gradient_norm() <= 1e-2,
+        Precision::Fp32 => exact.iter().all(|off| *off <= EXACT) && report.worst_gradient_norm() <= norms,
         _ => report.whole_gradient <= 0.6 && report.worst_loss() <= 6e-2,
     }
 }
@@ -67,7 +68,9 @@ fn compare_on(model: &str, device: GoldenDevice, precision: Precision, tolerance
                         _ => report.worst_loss().max(report.whole_gradient),
                     };
                     let agrees = match (model, device) {
-                        ("resnet", GoldenDevice::Cuda { .. }) => resnet_agrees(&report, precision),
+                        ("resnet" | "inception", GoldenDevice::Cuda { .. }) => {
+                            normed_agrees(model, &report, precision)
+                        }
                         _ => report.agrees(precision) && worst <= tolerance,
                     };
                     assert!(agrees, "{model}, {settings:?}: {worst:e}\n{report:#?}");
