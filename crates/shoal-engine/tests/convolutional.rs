@@ -9,7 +9,7 @@ use shoal_engine::{EngineError, Executor, ModelState, StepInput};
 use shoal_kernels::random::{fill_normal, fold};
 use shoal_kernels::{CpuDevice, Device};
 use shoal_model::convolutional::Body;
-use shoal_model::{Chain, ConvolutionalConfig, Precision};
+use shoal_model::{Chain, ConvolutionalConfig, LayerKind, Pool, Precision};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::one_device::table;
 use shoal_plan::{
@@ -48,6 +48,17 @@ fn resnet(blocks: &[usize], bottleneck: bool, size: usize) -> Chain {
 fn inception(size: usize, dropout: bool) -> Chain {
     let body = Body::Inception { dropout };
     Chain::convolutional(&ConvolutionalConfig { body, first_channels: 2, classes: 7, channels: 3, size })
+}
+
+/// The chain with another pool at its end, which must leave as much.
+fn ending_in(mut chain: Chain, pool: Pool) -> Chain {
+    let last = chain.layers.len() - 2;
+    match &mut chain.layers[last].kind {
+        LayerKind::Convolution(spec) => spec.pool = Some(pool),
+        LayerKind::Join(spec) => spec.pool = Some(pool),
+        _ => panic!("no pool at the end"),
+    }
+    chain
 }
 
 fn optimizer(lr: f64) -> OptimizerSettings {
@@ -115,6 +126,9 @@ fn counted_bytes_are_those_forecast() {
         resnet(&[1, 1, 1, 2], true, 40),
         inception(75, false),
         inception(93, true),
+        ending_in(inception(107, false), Pool::Max { kernel: 2, stride: 1, padding: 0 }),
+        ending_in(inception(107, true), Pool::WindowAverage { kernel: 2, stride: 1, padding: 0 }),
+        ending_in(resnet(&[1, 1], false, 17), Pool::WindowAverage { kernel: 3, stride: 1, padding: 0 }),
     ];
     // In groups of two, as many as there are micro-batches and not.
     for mut grouped in [resnet(&[2, 1], true, 24), inception(75, false)] {
@@ -204,6 +218,22 @@ fn an_inception_is_normed_together_however_the_batch_is_cut() {
                 let off = (cut - statistic).abs() / statistic.abs().max(0.1);
                 assert!(off < 1e-4, "groups of {group:?}, {micro_batch} at a time: {cut}, not {statistic}");
             }
+        }
+    }
+}
+
+/// After a convolution, and over branches that are joined.
+#[test]
+fn a_window_as_large_as_the_image_averages_all_of_it() {
+    for (chain, kernel) in [(resnet(&[1, 1], false, 17), 3), (inception(107, false), 2)] {
+        let windowed = ending_in(chain.clone(), Pool::WindowAverage { kernel, stride: 1, padding: 0 });
+        let [whole, windowed] = [chain, windowed].map(|chain| {
+            let mut executor = executor(&chain);
+            let planned = plan(&chain, None, false);
+            [0, 1].map(|step| train(&mut executor, &planned, step..step + 1, 1e-5))
+        });
+        for (whole, windowed) in whole.iter().zip(windowed) {
+            assert!((windowed / whole - 1.0).abs() < 1e-5, "{windowed}, not {whole}");
         }
     }
 }

@@ -309,11 +309,9 @@ impl ConvolutionalConfig {
             {
                 Some(format!("more than {BLOCKS_MAX} blocks"))
             }
-            Body::Inception { .. } if !self.first_channels.is_multiple_of(2) => {
-                let first = self.first_channels;
-                Some(format!(
-                    "the first convolution has {first} channels: Inception's counts are multiples of half of them"
-                ))
+            Body::Inception { .. } if !self.first_channels.is_multiple_of(inception::FIRST_UNIT) => {
+                let (first, unit) = (self.first_channels, inception::FIRST_UNIT);
+                Some(format!("an Inception's first channels are a multiple of {unit}, not {first}"))
             }
             Body::Inception { .. } if self.size < inception::SIZE_MIN => {
                 let least = inception::SIZE_MIN;

@@ -8,7 +8,9 @@ use crate::chain::{Init, Layer, LayerKind};
 
 /// Channels of the published model's first convolution, and what its channel counts are all multiples of.
 pub(super) const FIRST_CHANNELS: usize = 32;
-pub(super) const CHANNELS_UNIT: usize = 16;
+const CHANNELS_UNIT: usize = 16;
+/// What another first convolution's channels are a multiple of, so that all counts are whole.
+pub(super) const FIRST_UNIT: usize = FIRST_CHANNELS / CHANNELS_UNIT;
 /// The least size of which something is left at the end.
 pub(super) const SIZE_MIN: usize = 75;
 
@@ -67,7 +69,7 @@ impl Inception<'_> {
         outputs: usize,
         spec: ConvolutionSpec,
     ) -> usize {
-        let outputs = outputs / CHANNELS_UNIT * self.first_channels / (FIRST_CHANNELS / CHANNELS_UNIT);
+        let outputs = outputs / CHANNELS_UNIT * (self.first_channels / FIRST_UNIT);
         let spec = ConvolutionSpec { first: from.is_none(), norm: Some(NORM), outputs, ..spec };
         let (conv, norm) = (format!("{name}.conv"), format!("{name}.bn"));
         let layer = self.builder.convolution(&conv, &norm, spec, from.into_iter().collect());

@@ -1,4 +1,4 @@
-//! The bytes of a join's instructions. It keeps none of its inputs: pools are told by their places.
+//! The bytes of a join's instructions. It keeps none of its inputs, only where maxima were.
 
 use super::convolution::{Phase, Phases};
 use super::{Meter, allocation_bytes, compute_bytes};
