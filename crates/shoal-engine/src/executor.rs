@@ -255,12 +255,12 @@ impl Executor {
         match self.chain.layers[layer].kind {
             LayerKind::Embedding(_) => Feed::Tokens(step.take_tensor(Value::Inputs(samples))),
             LayerKind::Patches(_) => Feed::Images(step.take_tensor(Value::Inputs(samples))),
-            LayerKind::Block(_) | LayerKind::Convolution(_) => {
-                let mut inputs = self.take_inputs(step, layer, samples).into_iter();
-                match (inputs.next(), inputs.next()) {
-                    (None, _) => Feed::Images(step.take_tensor(Value::Inputs(samples))),
-                    (Some(x), None) => Feed::Hidden(x),
-                    (Some(x), Some(other)) => Feed::Joined(x, other),
+            LayerKind::Block(_) | LayerKind::Convolution(_) | LayerKind::Join(_) => {
+                let mut inputs = self.take_inputs(step, layer, samples);
+                match inputs.len() {
+                    0 => Feed::Images(step.take_tensor(Value::Inputs(samples))),
+                    1 => Feed::Hidden(inputs.remove(0)),
+                    _ => Feed::Joined(inputs),
                 }
             }
             LayerKind::Head(_) => {

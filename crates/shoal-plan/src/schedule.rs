@@ -242,6 +242,8 @@ fn is_remade(chain: &Chain, layer: usize, share: Share) -> bool {
             LayerKind::Embedding(_) | LayerKind::Patches(_) => false,
             // Without a norm it keeps its input and bits.
             LayerKind::Convolution(spec) => spec.norm.is_some(),
+            // Nothing of its inputs.
+            LayerKind::Join(_) => false,
             LayerKind::Block(_) | LayerKind::Head(_) => true,
         }
 }
