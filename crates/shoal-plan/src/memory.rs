@@ -1,14 +1,19 @@
 //! A program's memory over its course, to the byte: what the state takes, and how high the instructions
 //! pile their values on top of it. A plan is accepted or refused by this number, and the engine's counted
 //! bytes never pass it.
+//!
+//! Lanes work side by side, so an instruction that has started counts with all it takes until something shows that it
+//! has finished: one that comes after it, or the next on its lane. An instruction that may start ahead counts from
+//! there on. So the number holds for every course that a program's order allows.
 
 use std::collections::{HashMap, HashSet};
 
 use shoal_model::footprint::{Footprint, Phase, Phases, allocation_bytes, compute_bytes, prediction_peak};
 use shoal_model::{Chain, LayerKind, Precision};
 
-use crate::program::{Keep, Op, Program, Purpose};
-use crate::table::{Plan, Samples};
+use crate::layout::Layout;
+use crate::program::{Instruction, Keep, Lane, Moved, Op, Pass, Program, Purpose};
+use crate::table::{Plan, Residence, Samples, Tier};
 
 /// Scalars the engine keeps on the device: the loss, a loss to discard, the norm, rightly predicted classes, the
 /// step's number.
@@ -30,6 +35,10 @@ pub struct MemoryForecast {
     pub values: u64,
     /// The instruction (its place in the list) at which that is.
     pub highest_at: usize,
+    /// What the device's program keeps in its host's memory: state, and activations at their most.
+    pub host: u64,
+    /// And on its disks.
+    pub disk: u64,
 }
 
 impl MemoryForecast {
@@ -41,63 +50,212 @@ impl MemoryForecast {
 
 /// Follows the program's values to their highest point.
 pub fn forecast(program: &Program, plan: &Plan, chain: &Chain) -> MemoryForecast {
-    let state: u64 = chain.tensors.iter().map(|tensor| allocation_bytes(tensor.elements())).sum();
-    let copies = (0..chain.tensors.len())
-        .filter_map(|tensor| chain.copy_elements(tensor, plan.precision))
-        .map(|elements| compute_bytes(elements, plan.precision))
-        .sum();
-    let gradients = (0..chain.tensors.len())
-        .map(|tensor| allocation_bytes(chain.gradient_elements(tensor, plan.precision)))
-        .sum();
+    forecast_in(program, &Layout::new(plan, chain))
+}
+
+/// The same, where the layout is at hand.
+pub fn forecast_in(program: &Program, layout: &Layout) -> MemoryForecast {
+    let (plan, chain, device) = (layout.plan, layout.chain, program.device);
     let training = program.purpose == Purpose::Train;
     let rotary = match chain.rotary_frequencies.len() {
         0 => 0,
         pairs => allocation_bytes(plan.sequence * 2 * pairs),
     };
-    let (values, highest_at) = values_peak(program, plan, chain);
-    MemoryForecast {
-        workspace: plan.devices[program.device].workspace_bytes,
-        parameters: state,
-        copies,
-        gradients: if training { gradients } else { 0 },
-        optimizer: if training { plan.optimizer_states as u64 * state } else { 0 },
+    let mut walk = Walk::new(layout, device);
+    let phases: Vec<Phase> = program.instructions.iter().map(|i| walk.change(&i.op)).collect();
+    let (values, highest_at) = highest(&program.instructions, &phases);
+    let mut forecast = MemoryForecast {
+        workspace: plan.devices[device].workspace_bytes,
+        parameters: 0,
+        copies: 0,
+        gradients: 0,
+        optimizer: 0,
         constants: rotary + ENGINE_SCALARS * allocation_bytes(2),
         values,
         highest_at,
+        host: walk.host_most,
+        disk: 0,
+    };
+    for tensor in 0..chain.tensors.len() {
+        forecast.add_state(layout, device, tensor, training);
+    }
+    forecast
+}
+
+impl MemoryForecast {
+    /// What a device keeps of a tensor all the time.
+    fn add_state(&mut self, layout: &Layout, device: usize, tensor: usize, training: bool) {
+        let states = if training { layout.plan.optimizer_states as u64 } else { 0 };
+        for held in layout.held(tensor, device) {
+            let bytes = allocation_bytes(held.slice.count());
+            let all = bytes * (1 + states + u64::from(training));
+            match held.holder.tier() {
+                Tier::Device => {
+                    self.parameters += bytes;
+                    self.optimizer += states * bytes;
+                    if training && !layout.holds_whole(tensor, device) {
+                        self.gradients += bytes;
+                    }
+                }
+                // The numbers that layers compute with are made from it when they are asked for.
+                Tier::Host => self.host += all,
+                Tier::Disk => self.disk += all,
+            }
+        }
+        if layout.holds_whole(tensor, device) && training {
+            let elements = layout.chain.gradient_elements(tensor, layout.plan.precision);
+            self.gradients += allocation_bytes(elements);
+        }
+        let stays = match layout.residence(tensor, device) {
+            Some(Residence::Resident) => true,
+            Some(Residence::Fetched) => layout.holds_whole(tensor, device),
+            None => false,
+        };
+        if stays {
+            self.copies += copy_bytes(layout, device, tensor);
+        }
     }
 }
 
-fn values_peak(program: &Program, plan: &Plan, chain: &Chain) -> (u64, usize) {
-    let (mut live, mut peak, mut highest_at) = (0u64, 0u64, 0usize);
-    let mut walk = Walk {
-        chain,
-        sequence: plan.sequence,
-        precision: plan.precision,
-        readers: HashMap::new(),
-        groups: HashSet::new(),
-    };
-    for (place, instruction) in program.instructions.iter().enumerate() {
-        let Phase { peak: rise, gain, loss } = walk.change(&instruction.op);
-        if live + rise > peak {
-            (peak, highest_at) = (live + rise, place);
-        }
-        live = live + gain - loss;
+/// Bytes of what layers compute with, beside the parameters that the device holds itself.
+fn copy_bytes(layout: &Layout, device: usize, tensor: usize) -> u64 {
+    let precision = layout.plan.precision;
+    match layout.chain.copy_elements(tensor, precision) {
+        Some(elements) => compute_bytes(elements, precision),
+        None if layout.holds_whole(tensor, device) => 0,
+        None => allocation_bytes(layout.chain.tensors[tensor].elements()),
     }
-    (peak, highest_at)
+}
+
+/// The most bytes alive at a time, and the place of the instruction that brings them there.
+fn highest(instructions: &[Instruction], phases: &[Phase]) -> (u64, usize) {
+    let mut course = Course::new(instructions, phases);
+    let (mut most, mut highest_at) = (0i64, 0);
+    let mut early: Vec<Vec<usize>> = vec![Vec::new(); instructions.len()];
+    for (place, instruction) in instructions.iter().enumerate() {
+        let from = place.saturating_sub(instruction.ahead as usize);
+        if from < place {
+            early[from].push(place);
+        }
+    }
+    for place in 0..instructions.len() {
+        for ahead in &early[place] {
+            course.live += phases[*ahead].peak as i64;
+        }
+        course.learn(place);
+        if instructions[place].ahead == 0 {
+            course.live += phases[place].peak as i64;
+        }
+        if course.live > most {
+            (most, highest_at) = (course.live, place);
+        }
+    }
+    (most.unsigned_abs(), highest_at)
+}
+
+/// Which instructions have certainly finished.
+struct Course<'a> {
+    instructions: &'a [Instruction],
+    phases: &'a [Phase],
+    place_of: HashMap<u32, usize>,
+    is_over: Vec<bool>,
+    /// Places on each lane that works one after the other, and how many of them are over.
+    lanes: HashMap<Lane, (Vec<usize>, usize)>,
+    live: i64,
+}
+
+impl<'a> Course<'a> {
+    fn new(instructions: &'a [Instruction], phases: &'a [Phase]) -> Course<'a> {
+        let mut lanes: HashMap<Lane, (Vec<usize>, usize)> = HashMap::new();
+        for (place, instruction) in instructions.iter().enumerate() {
+            if instruction.lane != Lane::Network && instruction.ahead == 0 {
+                lanes.entry(instruction.lane).or_default().0.push(place);
+            }
+        }
+        let places = instructions.iter().enumerate();
+        Course {
+            place_of: places.map(|(place, instruction)| (instruction.id, place)).collect(),
+            is_over: vec![false; instructions.len()],
+            instructions,
+            phases,
+            lanes,
+            live: 0,
+        }
+    }
+
+    /// The instruction at this place has started: what it came after has finished, and what its lane did before.
+    fn learn(&mut self, place: usize) {
+        let instruction = &self.instructions[place];
+        for id in &instruction.after {
+            if let Some(earlier) = self.place_of.get(id).copied().filter(|earlier| *earlier < place) {
+                self.lane_up_to(earlier);
+                self.over(earlier);
+            }
+        }
+        if instruction.ahead == 0 {
+            self.lane_up_to(place);
+        }
+    }
+
+    /// All that stands before a place on its lane is over.
+    fn lane_up_to(&mut self, place: usize) {
+        if self.instructions[place].ahead > 0 {
+            return;
+        }
+        let Some((places, mut next)) = self.lanes.remove(&self.instructions[place].lane) else { return };
+        while next < places.len() && places[next] < place {
+            self.over(places[next]);
+            next += 1;
+        }
+        self.lanes.insert(self.instructions[place].lane, (places, next));
+    }
+
+    fn over(&mut self, place: usize) {
+        if !std::mem::replace(&mut self.is_over[place], true) {
+            let Phase { peak, gain, loss } = self.phases[place];
+            self.live += gain as i64 - loss as i64 - peak as i64;
+        }
+    }
 }
 
 /// What is alive that several instructions share.
 struct Walk<'a> {
+    layout: &'a Layout<'a>,
+    device: usize,
     chain: &'a Chain,
     sequence: usize,
     precision: Precision,
     /// How many of the layers that take an output still have it: the last to let go releases its bytes.
     readers: HashMap<(usize, Samples), usize>,
+    /// Pieces of a layer's output that one reader has for itself: received, cut from a larger one, put together from
+    /// smaller ones, or back from the host.
+    own: HashSet<(usize, usize, Samples)>,
+    /// Tensors whose gradients are being added up here, to be reduced to other places.
+    partial: HashSet<usize>,
+    /// Bytes of activations in host memory.
+    host: u64,
+    host_most: u64,
     /// Layers' groups that have statistics, and those that have sums in the backward.
     groups: HashSet<(usize, usize, bool)>,
 }
 
-impl Walk<'_> {
+impl<'a> Walk<'a> {
+    fn new(layout: &'a Layout, device: usize) -> Walk<'a> {
+        Walk {
+            layout,
+            device,
+            chain: layout.chain,
+            sequence: layout.plan.sequence,
+            precision: layout.plan.precision,
+            readers: HashMap::new(),
+            own: HashSet::new(),
+            partial: HashSet::new(),
+            host: 0,
+            host_most: 0,
+            groups: HashSet::new(),
+        }
+    }
+
     fn footprint(&self, layer: usize, samples: Samples) -> Footprint {
         self.chain.layers[layer].kind.footprint(samples.count(), self.sequence, self.precision)
     }
@@ -106,29 +264,129 @@ impl Walk<'_> {
         self.chain.layers[layer].kind.output_bytes(samples.count(), self.sequence, self.precision)
     }
 
-    /// Bytes of a new output, which all its readers share.
+    /// Bytes of a new output: one for all readers that take it whole, and one for each that takes a piece.
     fn hand_on(&mut self, layer: usize, samples: Samples) -> u64 {
-        match self.chain.readers(layer).count() {
-            0 => 0,
-            readers => {
-                self.readers.insert((layer, samples), readers);
-                self.output(layer, samples)
+        let layout = self.layout;
+        let (mut whole, mut bytes) = (0, 0);
+        for reader in layout.readers(layer) {
+            for (piece, _) in layout.pieces(*reader, samples) {
+                if piece == samples {
+                    whole += 1;
+                } else {
+                    self.own.insert((layer, *reader, piece));
+                    bytes += self.output(layer, piece);
+                }
             }
         }
+        if whole > 0 {
+            self.readers.insert((layer, samples), whole);
+            bytes += self.output(layer, samples);
+        }
+        bytes
     }
 
-    /// Bytes released when one of the readers lets go of some outputs.
-    fn let_go(&mut self, from: &[usize], samples: Samples) -> u64 {
-        let mut released = 0;
-        for layer in from {
-            let left = self.readers.get_mut(&(*layer, samples)).expect("it was made before it was taken");
-            *left -= 1;
-            if *left == 0 {
-                self.readers.remove(&(*layer, samples));
-                released += self.output(*layer, samples);
+    /// Bytes of pieces that are made beside a whole output.
+    fn cut(&self, to: usize, samples: Samples, layer: usize) -> u64 {
+        let pieces = self.layout.pieces(to, samples).filter(|(piece, _)| *piece != samples);
+        pieces.map(|(piece, _)| self.output(layer, piece)).sum()
+    }
+
+    /// Bytes released when a reader lets go of some outputs.
+    fn let_go(&mut self, reader: usize, from: &[usize], samples: Samples) -> u64 {
+        from.iter().map(|layer| self.let_go_of(*layer, reader, samples)).sum()
+    }
+
+    fn let_go_of(&mut self, layer: usize, reader: usize, samples: Samples) -> u64 {
+        if self.own.remove(&(layer, reader, samples)) {
+            return self.output(layer, samples);
+        }
+        let left = self.readers.get_mut(&(layer, samples)).expect("it was made before it was taken");
+        *left -= 1;
+        if *left > 0 {
+            return 0;
+        }
+        self.readers.remove(&(layer, samples));
+        self.output(layer, samples)
+    }
+
+    /// What a layer takes in several pieces is put together first.
+    fn put_together(&mut self, layer: usize, from: &[usize], samples: Samples) -> Phase {
+        let mut phase = Phase::default();
+        for from in from {
+            let pieces: Vec<Samples> = self.layout.pieces(*from, samples).map(|(piece, _)| piece).collect();
+            if pieces.len() > 1 {
+                phase.gain += self.output(*from, samples);
+                phase.loss += pieces.iter().map(|piece| self.let_go_of(*from, layer, *piece)).sum::<u64>();
+                self.own.insert((*from, layer, samples));
             }
         }
-        released
+        phase.peak = phase.gain;
+        phase
+    }
+
+    /// And so are the gradients of its output.
+    fn put_gradients_together(&self, layer: usize, samples: Samples) -> Phase {
+        let mut phase = Phase::default();
+        for reader in self.layout.readers(layer) {
+            let pieces: Vec<Samples> = self.layout.pieces(*reader, samples).map(|(piece, _)| piece).collect();
+            if pieces.len() > 1 {
+                phase.gain += self.output(layer, samples);
+                phase.loss += pieces.iter().map(|piece| self.output(layer, *piece)).sum::<u64>();
+            }
+        }
+        phase.peak = phase.gain;
+        phase
+    }
+
+    /// The gradients of a layer's inputs, in the pieces in which they are handed on.
+    fn gradients_handed(&self, layer: usize, samples: Samples) -> (u64, u64) {
+        let (mut bytes, mut cut) = (0, 0);
+        for from in &self.chain.layers[layer].inputs {
+            match self.cut(*from, samples, *from) {
+                0 => bytes += self.output(*from, samples),
+                pieces => {
+                    bytes += pieces;
+                    cut += pieces;
+                }
+            }
+        }
+        (bytes, cut)
+    }
+
+    /// Bytes of gradients that a layer's first backward makes room for, where they are added up elsewhere.
+    fn partial_gradients(&mut self, layer: usize) -> u64 {
+        let layout = self.layout;
+        let mut bytes = 0;
+        for tensor in layout.tensors(layer) {
+            if !layout.holds_whole(*tensor, self.device) && self.partial.insert(*tensor) {
+                bytes += allocation_bytes(self.chain.gradient_elements(*tensor, self.precision));
+            }
+        }
+        bytes
+    }
+
+    fn reduced(&mut self, layer: usize) -> u64 {
+        let layout = self.layout;
+        let mut bytes = 0;
+        for tensor in layout.owned(layer) {
+            if self.partial.remove(tensor) {
+                bytes += allocation_bytes(self.chain.gradient_elements(*tensor, self.precision));
+            }
+        }
+        bytes
+    }
+
+    /// Bytes of a layer's gathered parameters.
+    fn gathered(&self, layer: usize, pass: Pass) -> u64 {
+        let layout = self.layout;
+        if pass == Pass::Update || !layout.gather(layer, pass).is_some_and(|group| group.receives(self.device)) {
+            return 0;
+        }
+        let fetched = layout.tensors(layer).iter().filter(|tensor| {
+            layout.residence(**tensor, self.device) == Some(Residence::Fetched)
+                && !layout.holds_whole(**tensor, self.device)
+        });
+        fetched.map(|tensor| copy_bytes(layout, self.device, *tensor)).sum()
     }
 
     /// Bytes of the outputs that a layer takes, whoever else does.
@@ -139,7 +397,7 @@ impl Walk<'_> {
     /// Bytes of the gradients beyond the first that a layer's output gets: they are one before its backward
     /// begins.
     fn merged(&self, layer: usize, samples: Samples) -> u64 {
-        let readers = self.chain.readers(layer).count() as u64;
+        let readers = self.layout.readers(layer).len() as u64;
         readers.saturating_sub(1) * self.output(layer, samples)
     }
 
@@ -157,6 +415,37 @@ impl Walk<'_> {
     }
 
     fn change(&mut self, op: &Op) -> Phase {
+        let before = match *op {
+            Op::Begin { layer, samples } => self.put_together(layer, self.first_inputs(layer, 1), samples),
+            Op::Forward { layer, samples, keep } => {
+                let begun = keep != Keep::Nothing && self.chain.batch_norm(layer).is_some();
+                self.put_together(layer, self.later_inputs(layer, usize::from(begun)), samples)
+            }
+            Op::Predict { layer, samples } => {
+                self.put_together(layer, self.later_inputs(layer, 0), samples)
+            }
+            Op::BeginBackward { layer, samples } => self.put_gradients_together(layer, samples),
+            Op::Backward { layer, samples } if self.chain.batch_norm(layer).is_none() => {
+                self.put_gradients_together(layer, samples)
+            }
+            _ => Phase::default(),
+        };
+        let Phase { peak, gain, loss } = self.change_of_whole(op);
+        Phase { peak: before.gain + peak, gain: before.gain + gain, loss: before.loss + loss }
+    }
+
+    fn first_inputs(&self, layer: usize, count: usize) -> &'a [usize] {
+        let inputs = &self.layout.chain.layers[layer].inputs;
+        &inputs[..count.min(inputs.len())]
+    }
+
+    fn later_inputs(&self, layer: usize, first: usize) -> &'a [usize] {
+        let inputs = &self.layout.chain.layers[layer].inputs;
+        &inputs[first.min(inputs.len())..]
+    }
+
+    /// Where inputs and gradients are in one piece.
+    fn change_of_whole(&mut self, op: &Op) -> Phase {
         if let Op::Begin { layer, samples }
         | Op::Forward { layer, samples, .. }
         | Op::Recompute { layer, samples }
@@ -169,20 +458,26 @@ impl Walk<'_> {
         match *op {
             Op::Load { samples } => {
                 let bytes = |per_sample: usize| allocation_bytes(samples.count() * per_sample);
-                let inputs = self.chain.input_elements(self.sequence);
-                let loaded = bytes(inputs) + bytes(self.chain.targets(self.sequence));
+                let last = self.chain.layers.len() - 1;
+                let mut loaded = 0;
+                if self.layout.share(self.device, 0, samples).is_some() {
+                    loaded += bytes(self.chain.input_elements(self.sequence));
+                }
+                if self.layout.share(self.device, last, samples).is_some() {
+                    loaded += bytes(self.chain.targets(self.sequence));
+                }
                 Phase { peak: loaded, gain: loaded, loss: 0 }
             }
             Op::Forward { layer, samples, keep } => {
                 let Footprint { input, saved, forward_peak, forward_lean_peak, .. } =
                     self.footprint(layer, samples);
-                let output = self.hand_on(layer, samples);
+                let (output, cut) = (self.hand_on(layer, samples), self.cuts(layer, samples));
                 match keep {
-                    Keep::All => Phase { peak: forward_peak, gain: output + saved - input, loss: 0 },
-                    Keep::Input => Phase { peak: forward_lean_peak, gain: output, loss: 0 },
+                    Keep::All => Phase { peak: forward_peak + cut, gain: output + saved - input, loss: 0 },
+                    Keep::Input => Phase { peak: forward_lean_peak + cut, gain: output, loss: 0 },
                     Keep::Nothing => {
                         let loss = self.release_inputs(layer, samples, input);
-                        Phase { peak: forward_lean_peak, gain: output, loss }
+                        Phase { peak: forward_lean_peak + cut, gain: output, loss }
                     }
                 }
             }
@@ -193,9 +488,11 @@ impl Walk<'_> {
             Op::Backward { layer, samples } => {
                 let Footprint { output, saved, backward_peak, .. } = self.footprint(layer, samples);
                 let merged = self.merged(layer, samples);
-                let gain = self.taken(layer, samples);
+                let (gradients, cut) = self.gradients_handed(layer, samples);
+                let partial = self.partial_gradients(layer);
                 let loss = self.release_inputs(layer, samples, saved) + output + merged;
-                Phase { peak: backward_peak.saturating_sub(merged), gain, loss }
+                let peak = partial + cut + backward_peak.saturating_sub(merged);
+                Phase { peak, gain: partial + gradients, loss }
             }
             Op::Predict { layer, samples } => {
                 let Footprint { input, .. } = self.footprint(layer, samples);
@@ -208,7 +505,45 @@ impl Walk<'_> {
                 Phase { peak, gain: 0, loss: self.release_inputs(layer, samples, input) }
             }
             Op::Begin { .. } | Op::BeginBackward { .. } => unreachable!("only batch norms have beginnings"),
-            Op::CountTargets | Op::SumLoss | Op::GradientNorm | Op::Update { .. } => Phase::default(),
+            Op::Gather { layer, pass } => {
+                let gain = self.gathered(layer, pass);
+                Phase { peak: gain, gain, loss: 0 }
+            }
+            Op::Release { layer, pass } => Phase { peak: 0, gain: 0, loss: self.gathered(layer, pass) },
+            Op::Send { moved: Moved::Activation, layer, reader, samples, .. } => {
+                Phase { peak: 0, gain: 0, loss: self.let_go_of(layer, reader, samples) }
+            }
+            Op::Receive { moved: Moved::Activation, layer, reader, samples, .. } => {
+                self.own.insert((layer, reader, samples));
+                let gain = self.output(layer, samples);
+                Phase { peak: gain, gain, loss: 0 }
+            }
+            Op::Send { moved: Moved::Gradient, layer, samples, .. } => {
+                Phase { peak: 0, gain: 0, loss: self.output(layer, samples) }
+            }
+            Op::Receive { moved: Moved::Gradient, layer, samples, .. } => {
+                let gain = self.output(layer, samples);
+                Phase { peak: gain, gain, loss: 0 }
+            }
+            Op::Offload { layer, samples } => {
+                self.host += self.kept_input(layer, samples);
+                self.host_most = self.host_most.max(self.host);
+                let inputs = self.first_inputs(layer, 1);
+                Phase { peak: 0, gain: 0, loss: self.let_go(layer, inputs, samples) }
+            }
+            Op::Restore { layer, samples } => {
+                let gain = self.kept_input(layer, samples);
+                self.host -= gain;
+                let inputs = self.first_inputs(layer, 1);
+                self.own.extend(inputs.iter().map(|from| (*from, layer, samples)));
+                Phase { peak: gain, gain, loss: 0 }
+            }
+            Op::Reduce { layer } => Phase { peak: 0, gain: 0, loss: self.reduced(layer) },
+            Op::CountTargets
+            | Op::Exchange { .. }
+            | Op::SumLoss
+            | Op::GradientNorm
+            | Op::Update { .. } => Phase::default(),
         }
     }
 
@@ -216,7 +551,17 @@ impl Walk<'_> {
     fn release_inputs(&mut self, layer: usize, samples: Samples, bytes: u64) -> u64 {
         let taken = self.taken(layer, samples);
         let chain = self.chain;
-        bytes - taken + self.let_go(&chain.layers[layer].inputs, samples)
+        bytes - taken + self.let_go(layer, &chain.layers[layer].inputs, samples)
+    }
+
+    /// Bytes of the pieces that a layer's forward cuts its output into.
+    fn cuts(&self, layer: usize, samples: Samples) -> u64 {
+        self.layout.readers(layer).iter().map(|reader| self.cut(*reader, samples, layer)).sum()
+    }
+
+    /// Bytes of the input that a layer is made again from: the first of those it takes.
+    fn kept_input(&self, layer: usize, samples: Samples) -> u64 {
+        self.first_inputs(layer, 1).iter().map(|from| self.output(*from, samples)).sum()
     }
 
     /// An instruction of a layer whose phases are known.
@@ -241,12 +586,12 @@ impl Walk<'_> {
                     Keep::Input => bytes.forward_lean,
                     Keep::Nothing => bytes.evaluate,
                 };
-                let output = self.hand_on(layer, samples);
-                let mut loss = loss + self.let_go(others, samples);
+                let (output, cut) = (self.hand_on(layer, samples), self.cuts(layer, samples));
+                let mut loss = loss + self.let_go(layer, others, samples);
                 if keep == Keep::Nothing {
-                    loss += self.let_go(x, samples);
+                    loss += self.let_go(layer, x, samples);
                 }
-                Phase { peak, gain: gain + output, loss }
+                Phase { peak: peak + cut, gain: gain + output, loss }
             }
             Op::Recompute { .. } => bytes.recompute,
             Op::BeginBackward { .. } => {
@@ -260,9 +605,11 @@ impl Walk<'_> {
             Op::Backward { .. } => {
                 let merged = if normed { 0 } else { self.merged(layer, samples) };
                 let Phase { peak, loss, .. } = bytes.backward;
-                let gain = self.taken(layer, samples);
-                let loss = loss + merged + self.let_go(x, samples);
-                Phase { peak: peak.saturating_sub(merged), gain, loss }
+                let (gradients, cut) = self.gradients_handed(layer, samples);
+                let partial = self.partial_gradients(layer);
+                let loss = loss + merged + self.let_go(layer, x, samples);
+                let peak = partial + cut + peak.saturating_sub(merged);
+                Phase { peak, gain: partial + gradients, loss }
             }
             _ => unreachable!("no instruction of a layer"),
         }

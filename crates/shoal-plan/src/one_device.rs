@@ -93,7 +93,7 @@ pub fn plan_one_device(
     }
     let try_plan = |micro_batch: usize, activations: Activations| -> Result<Planned, PlanError> {
         let plan = table(chain, step, device, micro_batch, activations, wanted.layer_first);
-        let program = compile(&plan, chain, Purpose::Train)?;
+        let program = compile(&plan, chain, Purpose::Train)?.remove(0);
         let memory = forecast(&program, &plan, chain);
         Ok(Planned { plan, program, memory })
     };
@@ -185,6 +185,7 @@ pub fn table(
             name: device.name.clone(),
             budget_bytes: device.budget_bytes,
             workspace_bytes: device.workspace_bytes,
+            stash: None,
         }],
         order: if layer_first { Order::LayerFirst } else { Order::MicroBatchFirst },
         layers: layers.collect(),

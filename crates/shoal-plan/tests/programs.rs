@@ -65,7 +65,7 @@ proptest! {
     #[test]
     fn every_table_compiles_to_programs_that_verify_and_survive_json(case in case()) {
         for purpose in [Purpose::Train, Purpose::Evaluate, Purpose::Predict] {
-            let program = compile(&case.plan, &case.chain, purpose).unwrap();
+            let program = compile(&case.plan, &case.chain, purpose).unwrap().remove(0);
             prop_assert_eq!(verify(&program, &case.plan, &case.chain, purpose), Ok(()));
             let text = serde_json::to_string(&program).unwrap();
             prop_assert_eq!(&serde_json::from_str::<Program>(&text).unwrap(), &program);
@@ -76,7 +76,7 @@ proptest! {
 
     #[test]
     fn every_order_that_keeps_the_dependencies_is_accepted(case in case(), seed in any::<u64>()) {
-        let mut program = compile(&case.plan, &case.chain, Purpose::Train).unwrap();
+        let mut program = compile(&case.plan, &case.chain, Purpose::Train).unwrap().remove(0);
         program.instructions = shuffled(&program.instructions, seed);
         prop_assert_eq!(verify(&program, &case.plan, &case.chain, Purpose::Train), Ok(()));
     }
@@ -90,7 +90,7 @@ proptest! {
         edge in any::<prop::sample::Index>(),
         without_edges in any::<bool>(),
     ) {
-        let mut program = compile(&case.plan, &case.chain, Purpose::Train).unwrap();
+        let mut program = compile(&case.plan, &case.chain, Purpose::Train).unwrap().remove(0);
         let dependent: Vec<usize> =
             (0..program.instructions.len()).filter(|at| !program.instructions[*at].after.is_empty()).collect();
         let at = dependent[which.index(dependent.len())];
@@ -115,7 +115,7 @@ proptest! {
         which in any::<prop::sample::Index>(),
         twice in any::<bool>(),
     ) {
-        let mut program = compile(&case.plan, &case.chain, Purpose::Train).unwrap();
+        let mut program = compile(&case.plan, &case.chain, Purpose::Train).unwrap().remove(0);
         let at = which.index(program.instructions.len());
         if twice {
             let mut again = program.instructions[at].clone();
@@ -161,7 +161,7 @@ fn small() -> (Chain, Plan) {
 #[test]
 fn two_additions_into_one_gradient_keep_their_order() {
     let (chain, plan) = small();
-    let mut program = compile(&plan, &chain, Purpose::Train).unwrap();
+    let mut program = compile(&plan, &chain, Purpose::Train).unwrap().remove(0);
     // Take the head's backward of the second micro-batch ahead of the first's, with all it needs.
     let is_second = |instruction: &Instruction| match instruction.op {
         Op::Forward { samples, .. } | Op::Backward { samples, .. } => samples.start == 2,
@@ -184,7 +184,7 @@ fn recomputing_and_smaller_micro_batches_take_less_memory() {
         let step =
             StepShape { global_batch: 8, sequence: 128, precision: Precision::Fp32, optimizer_states: 2 };
         let plan = table(&chain, step, &offer(1 << 40), micro_batch, activations, layer_first);
-        forecast(&compile(&plan, &chain, Purpose::Train).unwrap(), &plan, &chain).values
+        forecast(&compile(&plan, &chain, Purpose::Train).unwrap().remove(0), &plan, &chain).values
     };
     let (keep, recompute) = (Activations::Keep, Activations::Recompute);
     assert!(total(1, keep, false) < total(4, keep, false) / 3);
