@@ -18,6 +18,12 @@ pub enum Value {
     /// Tokens or images, as they come in.
     Inputs(Samples),
     Targets(Samples),
+    /// How long samples are that may be shorter than the sequence, for one of the layers that are told: a load makes
+    /// one for each.
+    Lengths {
+        layer: usize,
+        samples: Samples,
+    },
     /// A layer's output, for one of the layers that take it: where branches part, a forward makes several.
     Activation {
         layer: usize,
@@ -89,6 +95,9 @@ impl fmt::Display for Value {
         match self {
             Value::Inputs(samples) => write!(f, "the inputs of {samples}"),
             Value::Targets(samples) => write!(f, "the targets of {samples}"),
+            Value::Lengths { layer, samples } => {
+                write!(f, "the lengths of {samples} for layer {layer}")
+            }
             Value::Activation { layer, reader, samples } if *reader == layer + 1 => {
                 write!(f, "the output of layer {layer}, {samples}")
             }
@@ -151,12 +160,14 @@ pub struct Effects {
 pub fn effects(op: &Op, chain: &Chain) -> Effects {
     let last = chain.layers.len() - 1;
     let tensors = |layer: usize| chain.layers[layer].tensors.iter().map(|(_, tensor)| *tensor).collect();
-    // What a layer is fed: the step's inputs, or earlier layers' outputs; the last also the targets.
+    // What a layer is fed: the step's inputs, or earlier layers' outputs; some also the samples' lengths, the last also
+    // the targets.
     let feed = |layer: usize, samples: Samples| {
         let inputs = chain.layers[layer].inputs.iter();
         let mut feed: Vec<Value> =
             inputs.map(|from| Value::Activation { layer: *from, reader: layer, samples }).collect();
         feed.extend((layer == 0).then_some(Value::Inputs(samples)));
+        feed.extend(chain.takes_lengths(layer).then_some(Value::Lengths { layer, samples }));
         feed.extend((layer == last).then_some(Value::Targets(samples)));
         feed
     };
@@ -170,11 +181,11 @@ pub fn effects(op: &Op, chain: &Chain) -> Effects {
         groups.into_iter().flatten().map(|(group, _)| group)
     };
     match *op {
-        Op::Load { samples } => Effects {
-            makes: vec![Value::Inputs(samples), Value::Targets(samples)],
-            adds_to: vec![Sum::TargetCount],
-            ..Effects::default()
-        },
+        Op::Load { samples } => {
+            let mut makes = vec![Value::Inputs(samples), Value::Targets(samples)];
+            makes.extend(chain.length_readers().map(|layer| Value::Lengths { layer, samples }));
+            Effects { makes, adds_to: vec![Sum::TargetCount], ..Effects::default() }
+        }
         Op::CountTargets => Effects {
             needs_complete: vec![Sum::TargetCount],
             establishes: Some(Fact::TargetCount),

@@ -76,6 +76,7 @@ fn values_peak(program: &Program, plan: &Plan, chain: &Chain) -> (u64, usize) {
         sequence: plan.sequence,
         precision: plan.precision,
         readers: HashMap::new(),
+        length_readers: HashMap::new(),
         groups: HashSet::new(),
     };
     for (place, instruction) in program.instructions.iter().enumerate() {
@@ -95,6 +96,8 @@ struct Walk<'a> {
     precision: Precision,
     /// How many of the layers that take an output still have it: the last to let go releases its bytes.
     readers: HashMap<(usize, Samples), usize>,
+    /// How many of the layers that are told samples' lengths still have them, likewise.
+    length_readers: HashMap<Samples, usize>,
     /// Layers' groups that have statistics, and those that have sums in the backward.
     groups: HashSet<(usize, usize, bool)>,
 }
@@ -131,6 +134,27 @@ impl Walk<'_> {
             }
         }
         released
+    }
+
+    /// Bytes of new samples' lengths, which all layers that are told share.
+    fn load_lengths(&mut self, samples: Samples) -> u64 {
+        match self.chain.length_readers().count() {
+            0 => 0,
+            readers => {
+                self.length_readers.insert(samples, readers);
+                allocation_bytes(samples.count())
+            }
+        }
+    }
+
+    /// Bytes released when a layer is done with samples' lengths, if it is told them.
+    fn let_go_of_lengths(&mut self, layer: usize, samples: Samples) -> u64 {
+        if !self.chain.takes_lengths(layer) {
+            return 0;
+        }
+        let left = self.length_readers.get_mut(&samples).expect("lengths are loaded before they are read");
+        *left -= 1;
+        if *left > 0 { 0 } else { allocation_bytes(samples.count()) }
     }
 
     /// Bytes of the outputs that a layer takes, whoever else does.
@@ -173,7 +197,8 @@ impl Walk<'_> {
             Op::Load { samples } => {
                 let bytes = |per_sample: usize| allocation_bytes(samples.count() * per_sample);
                 let inputs = self.chain.input_elements(self.sequence);
-                let loaded = bytes(inputs) + bytes(self.chain.targets(self.sequence));
+                let lengths = self.load_lengths(samples);
+                let loaded = bytes(inputs) + bytes(self.chain.targets(self.sequence)) + lengths;
                 Phase { peak: loaded, gain: loaded, loss: 0 }
             }
             Op::Forward { layer, samples, keep } => {
@@ -184,7 +209,8 @@ impl Walk<'_> {
                     Keep::All => Phase { peak: forward_peak, gain: output + saved - input, loss: 0 },
                     Keep::Input => Phase { peak: forward_lean_peak, gain: output, loss: 0 },
                     Keep::Nothing => {
-                        let loss = self.release_inputs(layer, samples, input);
+                        let lengths = self.let_go_of_lengths(layer, samples);
+                        let loss = self.release_inputs(layer, samples, input) + lengths;
                         Phase { peak: forward_lean_peak, gain: output, loss }
                     }
                 }
@@ -197,7 +223,8 @@ impl Walk<'_> {
                 let Footprint { output, saved, backward_peak, .. } = self.footprint(layer, samples);
                 let merged = self.merged(layer, samples);
                 let gain = self.taken(layer, samples);
-                let loss = self.release_inputs(layer, samples, saved) + output + merged;
+                let lengths = self.let_go_of_lengths(layer, samples);
+                let loss = self.release_inputs(layer, samples, saved) + output + merged + lengths;
                 Phase { peak: backward_peak.saturating_sub(merged), gain, loss }
             }
             Op::Predict { layer, samples } => {

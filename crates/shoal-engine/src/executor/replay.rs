@@ -95,7 +95,7 @@ impl Executor {
         for instruction in instructions {
             (instruction.id, instruction.op).hash(&mut hasher);
         }
-        let mut places: Vec<(Samples, bool, u64)> = step.sample_places().collect();
+        let mut places: Vec<(Samples, u8, u64)> = step.sample_places().collect();
         places.sort_unstable();
         places.hash(&mut hasher);
         hasher.finish()
