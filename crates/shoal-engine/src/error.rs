@@ -28,6 +28,8 @@ pub enum EngineError {
     OtherJob { path: PathBuf, difference: String },
     #[error("{path}: {what}")]
     BadRunFile { path: PathBuf, what: String },
+    #[error("{path}: {what}")]
+    BadReference { path: PathBuf, what: String, hint: &'static str },
 }
 
 impl From<shoal_kernels::MemoryError> for EngineError {
@@ -61,6 +63,7 @@ impl EngineError {
             EngineError::OtherJob { .. } => {
                 Some("choose another folder with checkpoint.to, or undo the change to resume this run".into())
             }
+            EngineError::BadReference { hint, .. } => Some((*hint).into()),
             EngineError::BadRunFile { .. } => Some("remove the file to start its record anew".into()),
         }
     }
