@@ -280,12 +280,12 @@ impl Executor {
                 let hidden = self.take_inputs(step, layer, samples).remove(0);
                 Feed::Padded(hidden, step.take_tensor(Value::Lengths { layer, samples }))
             }
-            LayerKind::Block(_) | LayerKind::Convolution(_) => {
-                let mut inputs = self.take_inputs(step, layer, samples).into_iter();
-                match (inputs.next(), inputs.next()) {
-                    (None, _) => Feed::Images(step.take_tensor(Value::Inputs(samples))),
-                    (Some(x), None) => Feed::Hidden(x),
-                    (Some(x), Some(other)) => Feed::Joined(x, other),
+            LayerKind::Block(_) | LayerKind::Convolution(_) | LayerKind::Join(_) => {
+                let mut inputs = self.take_inputs(step, layer, samples);
+                match inputs.len() {
+                    0 => Feed::Images(step.take_tensor(Value::Inputs(samples))),
+                    1 => Feed::Hidden(inputs.remove(0)),
+                    _ => Feed::Joined(inputs),
                 }
             }
             LayerKind::Head(_) => {

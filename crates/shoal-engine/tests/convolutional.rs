@@ -9,7 +9,7 @@ use shoal_engine::{EngineError, Executor, ModelState, StepInput};
 use shoal_kernels::random::{fill_normal, fold};
 use shoal_kernels::{CpuDevice, Device};
 use shoal_model::convolutional::Body;
-use shoal_model::{Chain, ConvolutionalConfig, Precision};
+use shoal_model::{Chain, ConvolutionalConfig, LayerKind, Pool, Precision};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::one_device::table;
 use shoal_plan::{
@@ -42,6 +42,23 @@ fn vgg(groups: &[usize], classifier: &[usize], size: usize, dropout: bool) -> Ch
 fn resnet(blocks: &[usize], bottleneck: bool, size: usize) -> Chain {
     let body = Body::Resnet { blocks: blocks.into(), bottleneck, widening: 1 };
     Chain::convolutional(&ConvolutionalConfig { body, first_channels: 5, classes: 7, channels: 3, size })
+}
+
+/// As narrow as they come, on images as small as they come or a little larger.
+fn inception(size: usize, dropout: bool) -> Chain {
+    let body = Body::Inception { dropout };
+    Chain::convolutional(&ConvolutionalConfig { body, first_channels: 2, classes: 7, channels: 3, size })
+}
+
+/// The chain with another pool at its end, which must leave as much.
+fn ending_in(mut chain: Chain, pool: Pool) -> Chain {
+    let last = chain.layers.len() - 2;
+    match &mut chain.layers[last].kind {
+        LayerKind::Convolution(spec) => spec.pool = Some(pool),
+        LayerKind::Join(spec) => spec.pool = Some(pool),
+        _ => panic!("no pool at the end"),
+    }
+    chain
 }
 
 fn optimizer(lr: f64) -> OptimizerSettings {
@@ -107,11 +124,17 @@ fn counted_bytes_are_those_forecast() {
         resnet(&[1, 1], false, 17),
         resnet(&[2, 2, 1], true, 24),
         resnet(&[1, 1, 1, 2], true, 40),
+        inception(75, false),
+        inception(93, true),
+        ending_in(inception(107, false), Pool::Max { kernel: 2, stride: 1, padding: 0 }),
+        ending_in(inception(107, true), Pool::WindowAverage { kernel: 2, stride: 1, padding: 0 }),
+        ending_in(resnet(&[1, 1], false, 17), Pool::WindowAverage { kernel: 3, stride: 1, padding: 0 }),
     ];
     // In groups of two, as many as there are micro-batches and not.
-    let mut grouped = resnet(&[2, 1], true, 24);
-    grouped.set_norm_group(Some(2));
-    chains.push(grouped);
+    for mut grouped in [resnet(&[2, 1], true, 24), inception(75, false)] {
+        grouped.set_norm_group(Some(2));
+        chains.push(grouped);
+    }
     for (index, chain) in chains.iter().enumerate() {
         for (micro_batch, layer_first) in [(6, false), (6, true), (2, false), (4, true), (1, true)] {
             for kept in [Activations::Keep, Activations::Recompute] {
@@ -171,6 +194,48 @@ fn groups_are_normed_together_however_the_batch_is_cut() {
         train(&mut executor(&chain), &plan(&chain, None, false), 0..1, 1e-3)
     };
     assert!((loss(None) / loss(Some(3)) - 1.0).abs() > 1e-4);
+}
+
+/// Likewise where branches end side by side. Only the first step is compared: a model so deep and narrow makes much of
+/// rounding once it has learned from it.
+#[test]
+fn an_inception_is_normed_together_however_the_batch_is_cut() {
+    for group in [None, Some(3)] {
+        let mut chain = inception(107, false);
+        chain.set_norm_group(group);
+        let outcome = |micro_batch: usize, kept: Activations| {
+            let planned = plan_keeping(&chain, Some(micro_batch), false, kept);
+            let mut executor = executor(&chain);
+            (train(&mut executor, &planned, 0..1, 1e-3), running(&executor))
+        };
+        let (loss, statistics) = outcome(6, Activations::Keep);
+        for (micro_batch, kept) in
+            [(4, Activations::Keep), (3, Activations::Recompute), (1, Activations::Keep)]
+        {
+            let (cut_loss, cut_statistics) = outcome(micro_batch, kept);
+            assert!((cut_loss / loss - 1.0).abs() < 1e-5, "{micro_batch} at a time: {cut_loss}, not {loss}");
+            for (statistic, cut) in statistics.iter().zip(cut_statistics) {
+                let off = (cut - statistic).abs() / statistic.abs().max(0.1);
+                assert!(off < 1e-4, "groups of {group:?}, {micro_batch} at a time: {cut}, not {statistic}");
+            }
+        }
+    }
+}
+
+/// After a convolution, and over branches that are joined.
+#[test]
+fn a_window_as_large_as_the_image_averages_all_of_it() {
+    for (chain, kernel) in [(resnet(&[1, 1], false, 17), 3), (inception(107, false), 2)] {
+        let windowed = ending_in(chain.clone(), Pool::WindowAverage { kernel, stride: 1, padding: 0 });
+        let [whole, windowed] = [chain, windowed].map(|chain| {
+            let mut executor = executor(&chain);
+            let planned = plan(&chain, None, false);
+            [0, 1].map(|step| train(&mut executor, &planned, step..step + 1, 1e-5))
+        });
+        for (whole, windowed) in whole.iter().zip(windowed) {
+            assert!((windowed / whole - 1.0).abs() < 1e-5, "{windowed}, not {whole}");
+        }
+    }
 }
 
 /// A group's first micro-batch cannot be done before its last one begins.

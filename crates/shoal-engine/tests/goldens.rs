@@ -1,4 +1,4 @@
-//! The mathematics of GPT-2, Llama, Qwen2, BERT and ViT against transformers, of VGG and ResNet against
+//! The mathematics of GPT-2, Llama, Qwen2, BERT and ViT against transformers, of VGG, ResNet and Inception against
 //! torchvision: logits, every gradient, and twelve steps of AdamW, whichever micro-batches cut the batch and
 //! whatever is kept; on the CPU, and on a GPU where there is one.
 
@@ -23,18 +23,20 @@ fn golden(model: &str) -> PathBuf {
 fn cuts(model: &str) -> &'static [usize] {
     match model {
         "vgg" | "resnet" => &[3, 8],
+        "inception" => &[1, 4, 6],
         _ => &[1, 2, 3, 4],
     }
 }
 
-/// The ResNet on a GPU, where rounding is the libraries'. In fp32 an activation of the ninth step is 3e-6 from zero (in
-/// f64), and the norms after it depend on which side rounding puts it: 4e-3. In other precisions this model, whose
-/// last batch norms see 32 numbers each, is as far off in PyTorch (autocast to bf16: 0.49 of the gradient, 2.9e-2 of
-/// the losses).
-fn resnet_agrees(report: &GoldenReport, precision: Precision) -> bool {
+/// Models with batch norms on a GPU, where rounding is the libraries'. In fp32 an activation of the ResNet's ninth step is
+/// 3e-6 from zero (in f64), and the norms after it depend on which side rounding puts it: 4e-3. In other precisions these
+/// models, whose last batch norms see 32 numbers each, or six, are as far off in PyTorch (autocast to bf16: 0.49 of the
+/// ResNet's gradient and 2.9e-2 of its losses, 0.39 and 2.2e-2 of the Inception's).
+fn normed_agrees(model: &str, report: &GoldenReport, precision: Precision) -> bool {
     let exact = [report.logits, report.worst_gradient().1, report.worst_loss()];
+    let norms = if model == "resnet" { 1e-2 } else { EXACT };
     match precision {
-        Precision::Fp32 => exact.iter().all(|off| *off <= EXACT) && report.worst_gradient_norm() <= 1e-2,
+        Precision::Fp32 => exact.iter().all(|off| *off <= EXACT) && report.worst_gradient_norm() <= norms,
         _ => report.whole_gradient <= 0.6 && report.worst_loss() <= 6e-2,
     }
 }
@@ -68,7 +70,9 @@ fn compare_on(model: &str, device: GoldenDevice, precision: Precision, tolerance
                         _ => report.worst_loss().max(report.whole_gradient),
                     };
                     let agrees = match (model, device) {
-                        ("resnet", GoldenDevice::Cuda { .. }) => resnet_agrees(&report, precision),
+                        ("resnet" | "inception", GoldenDevice::Cuda { .. }) => {
+                            normed_agrees(model, &report, precision)
+                        }
                         _ => report.agrees(precision) && worst <= tolerance,
                     };
                     assert!(agrees, "{model}, {settings:?}: {worst:e}\n{report:#?}");
@@ -143,6 +147,12 @@ fn resnet_agrees_with_torchvision() {
     compare("resnet");
 }
 
+/// Branches that end side by side, and its batch norms like a ResNet's.
+#[test]
+fn inception_agrees_with_torchvision() {
+    compare("inception");
+}
+
 #[test]
 fn gpt2_agrees_on_a_gpu() {
     compare_on_gpu("gpt2");
@@ -181,6 +191,11 @@ fn vgg_agrees_on_a_gpu() {
 #[test]
 fn resnet_agrees_on_a_gpu() {
     compare_on_gpu("resnet");
+}
+
+#[test]
+fn inception_agrees_on_a_gpu() {
+    compare_on_gpu("inception");
 }
 
 /// A copy of the padded BERT's folder in which one integer tensor is changed, or added with the shape of the input.

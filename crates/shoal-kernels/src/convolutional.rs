@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use crate::device::{Mat, Result, Sum};
+use crate::device::{Mat, MatMut, Result, Sum};
 use crate::tensor::{Element, Tensor};
 
 /// Images seen through a window that moves over them.
@@ -20,7 +20,7 @@ pub struct Window {
     /// Rows and columns of the window.
     pub kernel: (usize, usize),
     pub stride: usize,
-    /// Pixels above and below the image, and beside it: zeros to a convolution, passed over by a maximum.
+    /// Pixels above and below the image, and beside it: zeros to a convolution and an average, passed over by a maximum.
     pub padding: (usize, usize),
 }
 
@@ -199,6 +199,15 @@ pub trait Convolutional {
     fn average_pool(&self, shape: Averages, x: &Tensor, out: &mut Tensor) -> Result;
 
     fn average_pool_gradient(&self, shape: Averages, dy: &Tensor, dx: &mut Tensor) -> Result;
+
+    /// `out =` the sum of what lies under the window in each channel, over all its places, those in the padding
+    /// included.
+    fn window_average(&self, window: Window, x: &Tensor, out: &mut Tensor) -> Result;
+
+    fn window_average_gradient(&self, window: Window, dy: &Tensor, dx: &mut Tensor) -> Result;
+
+    /// `out = x`; of the same kind of element. What lies between the rows of `out` stays as it is.
+    fn copy_rows(&self, x: Mat, out: MatMut) -> Result;
 
     /// `out (+)= factor * x`; of the same kind of element.
     fn add_scaled(&self, factor: f32, x: Mat, out: Sum) -> Result;

@@ -35,7 +35,7 @@ impl LayerKind {
     /// Forward operations of one sample through this layer.
     pub fn forward_flops(&self, sequence: usize) -> u64 {
         match self {
-            LayerKind::Embedding(_) => 0,
+            LayerKind::Embedding(_) | LayerKind::Join(_) => 0,
             LayerKind::Patches(PatchSpec { image, width, .. }) => {
                 2 * image.patches() as u64 * image.patch_elements() as u64 * *width as u64
             }

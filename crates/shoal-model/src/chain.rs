@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 
 use crate::config::{Activation, Architecture, ImageShape, ModelConfig, Norm, NormPlace, Position};
-use crate::convolutional::ConvolutionSpec;
+use crate::convolutional::{ConvolutionSpec, JoinSpec};
 
 /// What a tensor is to its layer. A layer's tensors are looked up by slot, so that kernels need no names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -254,6 +254,7 @@ pub enum LayerKind {
     Patches(PatchSpec),
     Block(BlockSpec),
     Convolution(ConvolutionSpec),
+    Join(JoinSpec),
     Head(HeadSpec),
 }
 
@@ -264,7 +265,8 @@ pub struct Layer {
     pub kind: LayerKind,
     /// The layer's tensors, as indices into [`Chain::tensors`].
     pub tensors: Vec<(Slot, usize)>,
-    /// Earlier layers whose outputs it takes: mostly the one before; two where branches join; none for the first.
+    /// Earlier layers whose outputs it takes: mostly the one before; several where branches join; none for the
+    /// first.
     pub inputs: Vec<usize>,
 }
 
@@ -336,6 +338,7 @@ impl Chain {
             LayerKind::Patches(spec) => spec.dropout > 0.0,
             LayerKind::Block(spec) => spec.attention_dropout.max(spec.residual_dropout) > 0.0,
             LayerKind::Convolution(spec) => spec.dropout > 0.0,
+            LayerKind::Join(spec) => spec.dropout > 0.0,
             LayerKind::Head(_) => false,
         })
     }

@@ -1,6 +1,12 @@
-//! VGG and ResNet as chains of convolutions, under torchvision's names. Every convolution is a layer, with what
-//! follows it up to the next: batch norm, the sum with another branch, ReLU, a pool. A dense layer is a
-//! convolution whose window covers the whole image: torchvision's matrix has that layout already.
+//! VGG, ResNet and Inception as chains of convolutions, under torchvision's names. Every convolution is a layer, with
+//! what follows it up to the next: batch norm, the sum with another branch, ReLU, a pool. A dense layer is a
+//! convolution whose window covers the whole image: torchvision's matrix has that layout already. Branches that end side
+//! by side are joined by a layer of its own.
+
+mod inception;
+mod join;
+
+pub use join::{JoinSpec, Pool};
 
 use std::ops::Range;
 
@@ -35,17 +41,6 @@ impl BatchNorm {
     pub fn group_count(&self, global_batch: usize) -> usize {
         self.group.map_or(1, |size| global_batch.div_ceil(size))
     }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pool {
-    Max {
-        kernel: usize,
-        stride: usize,
-        padding: usize,
-    },
-    /// Over the whole image.
-    Average,
 }
 
 /// A convolution and what follows it.
@@ -94,13 +89,7 @@ impl ConvolutionSpec {
     /// Rows, columns and channels of what it hands on.
     pub fn output(&self) -> (usize, usize, usize) {
         let (height, width) = self.convolved();
-        let (height, width) = match self.pool {
-            None => (height, width),
-            Some(Pool::Average) => (1, 1),
-            Some(Pool::Max { kernel, stride, padding }) => {
-                (places(height, kernel, stride, padding), places(width, kernel, stride, padding))
-            }
-        };
+        let (height, width) = self.pool.map_or((height, width), |pool| pool.output((height, width)));
         (height, width, self.outputs)
     }
 
@@ -188,12 +177,17 @@ pub enum Body {
         /// The inner width of a bottleneck as a multiple of the usual one.
         widening: usize,
     },
+    /// Inception-V3: a stem, then blocks of branches that are joined.
+    Inception {
+        /// Whether the last layer's input is dropped from.
+        dropout: bool,
+    },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConvolutionalConfig {
     pub body: Body,
-    /// Channels of the first convolution: 64 in the published models.
+    /// Channels of the first convolution: 64 in the published models, 32 in Inception; others are in proportion.
     pub first_channels: usize,
     pub classes: usize,
     /// Channels of a sample.
@@ -207,7 +201,7 @@ const BATCH_NORM: BatchNorm = BatchNorm { eps: 1e-5, momentum: 0.1, group: None 
 const DROPOUT: f32 = 0.5;
 const EXPANSION: usize = 4;
 
-/// A published model by its name in torchvision, for images of 224 x 224 and 1000 classes.
+/// A published model by its name in torchvision, for images of 224 x 224 (Inception: 299 x 299) and 1000 classes.
 pub fn preset(name: &str) -> Option<ConvolutionalConfig> {
     let vgg =
         |groups: [usize; 5]| Body::Vgg { groups: groups.into(), classifier: vec![4096, 4096], dropout: true };
@@ -228,9 +222,14 @@ pub fn preset(name: &str) -> Option<ConvolutionalConfig> {
         "resnet152" => resnet([3, 8, 36, 3], true, 1),
         "wide_resnet50_2" => resnet([3, 4, 6, 3], true, 2),
         "wide_resnet101_2" => resnet([3, 4, 23, 3], true, 2),
+        "inception_v3" => Body::Inception { dropout: true },
         _ => return None,
     };
-    Some(ConvolutionalConfig { body, first_channels: 64, classes: 1000, channels: 3, size: 224 })
+    let (first_channels, size) = match body {
+        Body::Inception { .. } => (inception::FIRST_CHANNELS, 299),
+        Body::Vgg { .. } | Body::Resnet { .. } => (64, 224),
+    };
+    Some(ConvolutionalConfig { body, first_channels, classes: 1000, channels: 3, size })
 }
 
 /// A model as `shape.json` describes it, beside weights that come without a config.json.
@@ -268,13 +267,16 @@ impl ConvolutionalConfig {
             }
             Body::Resnet { blocks: shape.blocks.unwrap_or_default(), bottleneck, widening: 1 }
         } else {
-            let Some(Body::Vgg { groups, .. }) = preset(&shape.architecture).map(|preset| preset.body) else {
-                return Err(format!("{:?} is no architecture known here", shape.architecture));
-            };
-            if shape.batch_norm == Some(true) {
-                return Err("a VGG with batch norm is not known here".into());
+            match preset(&shape.architecture).map(|preset| preset.body) {
+                Some(Body::Vgg { .. }) if shape.batch_norm == Some(true) => {
+                    return Err("a VGG with batch norm is not known here".into());
+                }
+                Some(Body::Vgg { groups, .. }) => {
+                    Body::Vgg { groups, classifier: shape.classifier.unwrap_or_default(), dropout: false }
+                }
+                Some(Body::Inception { .. }) => Body::Inception { dropout: false },
+                _ => return Err(format!("{:?} is no architecture known here", shape.architecture)),
             }
-            Body::Vgg { groups, classifier: shape.classifier.unwrap_or_default(), dropout: false }
         };
         let Shape { first_channels, classes, image, .. } = shape;
         let config = ConvolutionalConfig { body, first_channels, classes, channels: 3, size: image };
@@ -287,6 +289,7 @@ impl ConvolutionalConfig {
         let (parts, pools) = match &self.body {
             Body::Vgg { groups, classifier, .. } => ([&groups[..], classifier].concat(), groups.len()),
             Body::Resnet { blocks, widening, .. } => ([&blocks[..], &[*widening]].concat(), 0),
+            Body::Inception { .. } => (Vec::new(), 0),
         };
         if sizes.iter().chain(&parts).any(|size| *size == 0 || *size > SIZE_MAX) {
             return Some(format!("a size is 0 or past the limit of {SIZE_MAX}"));
@@ -306,6 +309,17 @@ impl ConvolutionalConfig {
             {
                 Some(format!("more than {BLOCKS_MAX} blocks"))
             }
+            Body::Inception { .. } if !self.first_channels.is_multiple_of(inception::FIRST_UNIT) => {
+                let (first, unit) = (self.first_channels, inception::FIRST_UNIT);
+                Some(format!("an Inception's first channels are a multiple of {unit}, not {first}"))
+            }
+            Body::Inception { .. } if self.size < inception::SIZE_MIN => {
+                let least = inception::SIZE_MIN;
+                Some(format!(
+                    "of images of size {} nothing is left at the end: {least} is the least",
+                    self.size
+                ))
+            }
             _ => None,
         }
     }
@@ -322,6 +336,7 @@ impl Chain {
             Body::Resnet { blocks, bottleneck, widening } => {
                 builder.resnet(config, image, blocks, *bottleneck, *widening);
             }
+            Body::Inception { dropout } => inception::build(&mut builder, config, image, *dropout),
         }
         let whole = ImageShape { channels: config.channels, size: config.size, patch: config.size };
         Chain {
@@ -422,7 +437,8 @@ impl Builder {
     fn output(&self, layer: usize) -> (usize, usize, usize) {
         match &self.layers[layer].kind {
             LayerKind::Convolution(spec) => spec.output(),
-            _ => unreachable!("only convolutions come before the head"),
+            LayerKind::Join(spec) => spec.output(),
+            _ => unreachable!("only convolutions and joins come before the head"),
         }
     }
 
@@ -583,6 +599,8 @@ mod tests {
             ("resnet152", 60_192_808),
             ("wide_resnet50_2", 68_883_240),
             ("wide_resnet101_2", 126_886_696),
+            // Without the auxiliary classifier.
+            ("inception_v3", 23_834_568),
         ];
         for (name, parameters) in published {
             assert_eq!(Chain::convolutional(&preset(name).unwrap()).parameters(), parameters, "{name}");
@@ -592,7 +610,9 @@ mod tests {
     #[test]
     fn an_image_costs_the_published_operations() {
         // Multiply-adds in billions, from torchvision's table.
-        for (name, published) in [("vgg16", 15.47), ("resnet18", 1.81), ("resnet50", 4.09)] {
+        for (name, published) in
+            [("vgg16", 15.47), ("resnet18", 1.81), ("resnet50", 4.09), ("inception_v3", 5.71)]
+        {
             let flops = Chain::convolutional(&preset(name).unwrap()).forward_flops(1) as f64;
             assert!((flops / 2e9 / published - 1.0).abs() < 0.01, "{name}: {flops}");
         }
@@ -604,7 +624,10 @@ mod tests {
         let vgg = &format!(r#"{{"architecture": "vgg11", "classifier": [4], {sizes}}}"#);
         let resnet = &format!(r#"{{"architecture": "resnet", "block": "basic", "blocks": [1, 1], {sizes}}}"#);
         let read = |text: &str| ConvolutionalConfig::read(&serde_json::from_str(text).unwrap());
-        assert!(read(vgg).is_ok() && read(resnet).is_ok());
+        let inception =
+            &r#"{"architecture": "inception_v3", "first_channels": 6, "classes": 10, "image": 75}"#
+                .to_owned();
+        assert!(read(vgg).is_ok() && read(resnet).is_ok() && read(inception).is_ok());
         let spoiled = [
             (vgg, "32", "31"),
             (vgg, "[4]", "[]"),
@@ -615,6 +638,8 @@ mod tests {
             (resnet, "[1, 1]", "[]"),
             (resnet, "[1, 1]", "[60000, 60000]"),
             (resnet, "classes", "kinds"),
+            (inception, "75", "74"),
+            (inception, "6", "5"),
         ];
         for (text, from, to) in spoiled {
             assert!(read(&text.replace(from, to)).is_err(), "{to}");
@@ -630,5 +655,27 @@ mod tests {
         assert_eq!(readers("layer1.0.downsample.0"), [at("layer1.0.conv3")]);
         assert_eq!(readers("layer1.0.conv3"), [at("layer1.1.conv1"), at("layer1.1.conv3")]);
         assert_eq!(readers("layer4.2.conv3"), [at("fc")]);
+    }
+
+    #[test]
+    fn an_inception_narrows_in_proportion_and_its_branches_end_side_by_side() {
+        let shape = r#"{"architecture": "inception_v3", "first_channels": 2, "classes": 10, "image": 75}"#;
+        let config = ConvolutionalConfig::read(&serde_json::from_str(shape).unwrap()).unwrap();
+        let (narrow, published) =
+            (Chain::convolutional(&config), Chain::convolutional(&preset("inception_v3").unwrap()));
+        let channels = |chain: &Chain, name: &str| {
+            let layer = chain.layers.iter().find(|layer| layer.name == name).unwrap();
+            let LayerKind::Join(spec) = &layer.kind else { panic!("{name} joins nothing") };
+            spec.channels.clone()
+        };
+        assert_eq!(channels(&published, "Mixed_6a"), [384, 96, 288]);
+        assert_eq!(channels(&narrow, "Mixed_6a"), [24, 6, 18]);
+        assert_eq!(channels(&published, "Mixed_7c"), [320, 384, 384, 384, 384, 192]);
+        let at = |name: &str| narrow.layers.iter().position(|layer| layer.name == name).unwrap();
+        let readers = |name: &str| narrow.readers(at(name)).collect::<Vec<_>>();
+        let heads = ["branch1x1.conv", "branch5x5_1.conv", "branch3x3dbl_1.conv", "pool"];
+        assert_eq!(readers("Mixed_5b"), heads.map(|head| at(&format!("Mixed_5c.{head}"))));
+        let parted = ["Mixed_7b.branch3x3_2a.conv", "Mixed_7b.branch3x3_2b.conv"];
+        assert_eq!(readers("Mixed_7b.branch3x3_1.conv"), parted.map(at));
     }
 }

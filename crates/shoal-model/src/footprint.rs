@@ -7,8 +7,9 @@ use crate::config::{Activation, Norm, NormPlace};
 use crate::precision::Precision;
 
 mod convolution;
+mod join;
 
-pub use convolution::{ConvolutionFootprint, Phase};
+pub use convolution::{Phase, Phases};
 
 /// Every allocation is rounded up to this many bytes: a multiple of any vector register and of the
 /// alignment that GPU copies want.
@@ -82,18 +83,28 @@ impl LayerKind {
     pub fn output_bytes(&self, samples: usize, sequence: usize, precision: Precision) -> u64 {
         match self {
             LayerKind::Convolution(spec) => compute_bytes(samples * spec.output_elements(), precision),
+            LayerKind::Join(spec) => compute_bytes(samples * spec.output_elements(), precision),
             _ => self.footprint(samples, sequence, precision).output,
+        }
+    }
+
+    /// The bytes of `samples` samples instruction by instruction, for layers that more is known of than a footprint.
+    pub fn phases(&self, samples: usize, precision: Precision) -> Option<Phases> {
+        match self {
+            LayerKind::Convolution(spec) => Some(spec.phases(samples, precision)),
+            LayerKind::Join(spec) => Some(spec.phases(samples, precision)),
+            _ => None,
         }
     }
 
     /// The footprint of `samples` samples of `sequence` rows.
     ///
     /// # Panics
-    /// For a convolution, which has [`ConvolutionSpec::footprint`](crate::ConvolutionSpec::footprint).
+    /// For layers that have [`LayerKind::phases`].
     pub fn footprint(&self, samples: usize, sequence: usize, precision: Precision) -> Footprint {
         let rows = samples * sequence;
         match self {
-            LayerKind::Convolution(_) => panic!("a convolution has a footprint of its own kind"),
+            LayerKind::Convolution(_) | LayerKind::Join(_) => panic!("such a layer has phases"),
             LayerKind::Embedding(spec) => embedding(spec, rows, precision),
             LayerKind::Block(spec) => block(spec, rows, precision),
             LayerKind::Patches(spec) => patches(spec, samples, precision),

@@ -30,7 +30,7 @@ pub use chain::{
 pub use config::{
     Activation, Architecture, Dropout, ImageShape, ModelConfig, Norm, NormPlace, Position, RotaryScaling,
 };
-pub use convolutional::{BatchNorm, ConvolutionSpec, ConvolutionalConfig, Pool};
+pub use convolutional::{BatchNorm, ConvolutionSpec, ConvolutionalConfig, JoinSpec, Pool};
 pub use footprint::{Footprint, Retention};
 pub use hugging_face::ConfigError;
 pub use model::Model;

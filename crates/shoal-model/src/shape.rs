@@ -4,7 +4,7 @@
 use serde_json::{Map, Value, json};
 
 use crate::chain::{Chain, LayerKind};
-use crate::convolutional::{self, Body, ConvolutionalConfig};
+use crate::convolutional::{self, Body, ConvolutionSpec, ConvolutionalConfig, JoinSpec};
 use crate::hugging_face::ConfigError;
 
 /// The file beside the weights.
@@ -23,16 +23,17 @@ pub const NAMES: &[&str] = &[
     "resnet152",
     "wide_resnet50_2",
     "wide_resnet101_2",
+    "inception_v3",
 ];
 
-/// What torchvision drops of a VGG's dense layers.
+/// What torchvision drops of a VGG's dense layers, and before an Inception's last.
 const DROPOUT: f32 = 0.5;
 
 /// A convolutional model, and how it is trained where its shape does not say.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ConvolutionalModel {
     pub shape: ConvolutionalConfig,
-    /// The share that a VGG with dropout drops.
+    /// The share that a VGG or Inception with dropout drops.
     pub dropout: f32,
     /// The share of a label that is spread over all classes while training.
     pub label_smoothing: f32,
@@ -52,7 +53,7 @@ impl ConvolutionalModel {
 
     /// Whether it has layers that drop.
     pub fn drops(&self) -> bool {
-        matches!(self.shape.body, Body::Vgg { dropout: true, .. })
+        matches!(self.shape.body, Body::Vgg { dropout: true, .. } | Body::Inception { dropout: true })
     }
 
     /// Whether a tensor's shape depends on the size of the images.
@@ -65,6 +66,7 @@ impl ConvolutionalModel {
         match self.shape.body {
             Body::Vgg { .. } => "vgg",
             Body::Resnet { .. } => "resnet",
+            Body::Inception { .. } => "inception",
         }
     }
 
@@ -72,7 +74,12 @@ impl ConvolutionalModel {
         let mut chain = Chain::convolutional(&self.shape);
         for layer in &mut chain.layers {
             match &mut layer.kind {
-                LayerKind::Convolution(spec) if spec.dropout > 0.0 => spec.dropout = self.dropout,
+                LayerKind::Convolution(ConvolutionSpec { dropout, .. })
+                | LayerKind::Join(JoinSpec { dropout, .. })
+                    if *dropout > 0.0 =>
+                {
+                    *dropout = self.dropout;
+                }
                 LayerKind::Head(head) => head.label_smoothing = self.label_smoothing,
                 _ => {}
             }
@@ -101,7 +108,9 @@ impl ConvolutionalModel {
         }
         let mut shape = ConvolutionalConfig::read(&Value::Object(keys)).map_err(ConfigError::Shape)?;
         match (&mut shape.body, preset.map(|preset| preset.body)) {
-            (Body::Vgg { dropout: drops, .. }, _) => *drops = dropout.is_some(),
+            (Body::Vgg { dropout: drops, .. } | Body::Inception { dropout: drops }, _) => {
+                *drops = dropout.is_some();
+            }
             (Body::Resnet { widening: wide, .. }, published) => {
                 if dropout.is_some() {
                     return Err(ConfigError::Shape("a ResNet has no dropout".into()));
@@ -169,6 +178,9 @@ fn write_shape(shape: &ConvolutionalConfig) -> Map<String, Value> {
                 set("widening", json!(widening));
             }
         }
+        Body::Inception { .. } => {
+            set("architecture", json!("inception_v3"));
+        }
     }
     set("first_channels", json!(shape.first_channels));
     set("classes", json!(shape.classes));
@@ -184,12 +196,12 @@ mod tests {
     fn every_published_model_survives_writing_and_reading_and_its_name_says_it_all() {
         for name in NAMES {
             let mut model = ConvolutionalModel::preset(name).unwrap();
-            (model.shape.classes, model.shape.size) = (10, 64);
+            (model.shape.classes, model.shape.size) = (10, 96);
             if model.drops() {
                 model.dropout = 0.2;
             }
             assert_eq!(ConvolutionalModel::read(&model.write()).as_ref(), Ok(&model), "{name}");
-            let mut short = json!({"architecture": name, "classes": 10, "image": 64});
+            let mut short = json!({"architecture": name, "classes": 10, "image": 96});
             if model.drops() {
                 short["dropout"] = json!(0.2);
             }

@@ -9,13 +9,12 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use shoal_kernels::device::Result;
-use shoal_kernels::{Averages, ColumnNorm, Element, Filters, Mat, NormGradients, Tensor, Window};
-use shoal_model::{BatchNorm, ConvolutionSpec, Pool, Slot};
+use shoal_kernels::{ColumnNorm, Element, Filters, Mat, NormGradients, Tensor, Window};
+use shoal_model::{BatchNorm, ConvolutionSpec, Slot};
 
 use crate::layer::{Call, element};
 use crate::parameters::{Gradients, Parameters};
-
-const DROPOUT_SITE: u64 = 0;
+use crate::pool::{Pooling, drop_some};
 
 /// What a batch norm knows of a group of samples.
 pub struct Group {
@@ -76,19 +75,10 @@ fn scratch(spec: &ConvolutionSpec, call: &Call) -> Result<Option<Tensor>> {
     elements.map(|elements| words(call, "pixels under the window", elements)).transpose()
 }
 
-/// The window of a maximum over what the convolution made.
-fn pool_window(spec: &ConvolutionSpec, call: &Call) -> Option<Window> {
-    let Some(Pool::Max { kernel, stride, padding }) = spec.pool else { return None };
-    let ((height, width), channels) = (spec.convolved(), spec.outputs);
-    let (kernel, padding) = ((kernel, kernel), (padding, padding));
-    Some(Window { samples: call.samples.len(), height, width, channels, kernel, stride, padding })
-}
-
-/// One average of the whole image.
-fn average(spec: &ConvolutionSpec, call: &Call) -> Option<Averages> {
-    let ((height, width), channels) = (spec.convolved(), spec.outputs);
-    let shape = Averages { samples: call.samples.len(), height, width, channels, bins: (1, 1) };
-    (spec.pool == Some(Pool::Average)).then_some(shape)
+/// The pool that follows, if one does.
+fn pooling(spec: &ConvolutionSpec) -> Option<Pooling> {
+    let (image, channels) = (spec.convolved(), spec.outputs);
+    spec.pool.map(|pool| Pooling { pool, image, channels })
 }
 
 fn filters<'a>(spec: &ConvolutionSpec, parameters: &Parameters<'a>) -> Filters<'a> {
@@ -278,27 +268,17 @@ fn pool(
     bias: Option<&Tensor>,
     mut out: Tensor,
 ) -> Result<(Option<Tensor>, Tensor)> {
-    let (device, samples) = (call.device, call.samples.len());
     let mut places = None;
-    if let Some(window) = pool_window(spec, call) {
-        let mut found = words(call, "where maxima are", spec.place_elements(samples))?;
-        let mut pooled = room(call, "maxima", samples * spec.output_elements())?;
-        device.max_pool(window, &out, bias, spec.relu, &mut found, &mut pooled)?;
-        (places, out) = (Some(found), pooled);
+    if let Some(pooling) = pooling(spec) {
+        (places, out) = pooling.forward(call, &out, bias, spec.relu)?;
     }
-    if let Some(shape) = average(spec, call) {
-        let mut averages = room(call, "averages", samples * spec.outputs)?;
-        device.average_pool(shape, &out, &mut averages)?;
-        out = averages;
-    }
-    drop_some(spec, call, &mut out)?;
+    drop_last(spec, call, &mut out)?;
     Ok((places, out))
 }
 
 /// Dropout of the output, or of its gradient.
-fn drop_some(spec: &ConvolutionSpec, call: &Call, out: &mut Tensor) -> Result {
-    let Some(site) = call.dropout(DROPOUT_SITE, spec.dropout) else { return Ok(()) };
-    call.device.dropout(site, spec.output_elements() / spec.outputs, spec.outputs, None, out)
+fn drop_last(spec: &ConvolutionSpec, call: &Call, out: &mut Tensor) -> Result {
+    drop_some(call, spec.dropout, spec.output_elements() / spec.outputs, spec.outputs, out)
 }
 
 impl ConvolutionSaved {
@@ -327,18 +307,11 @@ fn unpool(
     mut dy: Tensor,
     bias: Option<(&mut Tensor, bool)>,
 ) -> Result<Tensor> {
-    drop_some(spec, call, &mut dy)?;
-    if spec.pool.is_none() {
-        return Ok(dy);
+    drop_last(spec, call, &mut dy)?;
+    match pooling(spec) {
+        Some(pooling) => pooling.backward(call, places, &dy, bias),
+        None => Ok(dy),
     }
-    let mut dx = room(call, "gradient of pooled pixels", call.samples.len() * spec.convolved_elements())?;
-    if let Some(shape) = average(spec, call) {
-        call.device.average_pool_gradient(shape, &dy, &mut dx)?;
-    }
-    if let Some((window, places)) = pool_window(spec, call).zip(places) {
-        call.device.max_pool_gradient(window, &places, &dy, &mut dx, bias)?;
-    }
-    Ok(dx)
 }
 
 /// Adds to the sums that the gradients of its groups' members depend on.

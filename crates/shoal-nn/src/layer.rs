@@ -10,8 +10,9 @@ use shoal_model::{Activation, BlockSpec, LayerKind, Precision, Retention};
 use crate::block::BlockSaved;
 use crate::convolution::{Begun, BegunBackward, ConvolutionSaved, Groups};
 use crate::head::HeadSaved;
+use crate::join::JoinSaved;
 use crate::parameters::{Gradients, Parameters};
-use crate::{block, convolution, embedding, head, patches};
+use crate::{block, convolution, embedding, head, join, patches};
 
 /// What random draws depend on, beside layer, site, sample and element.
 #[derive(Clone, Copy)]
@@ -94,8 +95,8 @@ pub enum Feed {
     Hidden(Tensor),
     /// Rows of samples that may be padded, and the samples' lengths.
     Padded(Tensor, Tensor),
-    /// Two branches' outputs, the second to be added.
-    Joined(Tensor, Tensor),
+    /// Several branches' outputs: to be added, or put side by side.
+    Joined(Vec<Tensor>),
     /// What its own forward began with, and another branch's output where it joins one.
     Begun(Box<Begun>, Option<Tensor>),
     /// The last layer also takes the targets.
@@ -110,6 +111,7 @@ pub enum Saved {
     Patches(Tensor),
     Block(Box<BlockSaved>),
     Convolution(Box<ConvolutionSaved>),
+    Join(JoinSaved),
     Begun(Box<Begun>),
     BegunBackward(Box<BegunBackward>),
     Head(HeadSaved),
@@ -194,13 +196,24 @@ pub fn forward(
                 Feed::Images(x) | Feed::Hidden(x) => {
                     return Ok((Some(convolution::evaluate(spec, call, parameters, x, None)?), None));
                 }
-                Feed::Joined(x, other) => {
-                    return Ok((Some(convolution::evaluate(spec, call, parameters, x, Some(other))?), None));
+                Feed::Joined(mut both) => {
+                    let other = both.pop();
+                    let x = both.pop().expect("a sum is of two branches");
+                    return Ok((Some(convolution::evaluate(spec, call, parameters, x, other)?), None));
                 }
                 _ => panic!("layer {} takes images", call.layer),
             };
             let saved = if retention == Retention::Input { saved.lean() } else { saved };
             Ok((Some(output), Some(Saved::Convolution(saved.into()))))
+        }
+        (LayerKind::Join(spec), feed) => {
+            let inputs = match feed {
+                Feed::Hidden(x) => vec![x],
+                Feed::Joined(inputs) => inputs,
+                _ => panic!("layer {} takes other layers' outputs", call.layer),
+            };
+            let (saved, output) = join::forward(spec, call, &inputs)?;
+            Ok((Some(output), (retention != Retention::Nothing).then_some(Saved::Join(saved))))
         }
         (LayerKind::Head(spec), Feed::HiddenAndTargets(x, targets)) => {
             let loss = loss.expect("the last layer has a loss to add to");
@@ -298,6 +311,7 @@ pub fn backward(
             let groups = groups.expect("a layer that began has groups");
             convolution::finish_backward(spec, call, parameters, gradients, *begun, groups)
         }
+        (LayerKind::Join(spec), Saved::Join(saved), Some(dy)) => join::backward(spec, call, saved, dy),
         (LayerKind::Head(spec), Saved::Head(saved), None) => {
             head::backward(spec, call, parameters, gradients, saved).map(|dx| vec![dx])
         }

@@ -3,7 +3,7 @@
 //! backward is decided by the plan, not discovered.
 //!
 //! - [`layer`]: forward, recompute and backward of any layer, by its kind.
-//! - [`embedding`], [`patches`], [`block`], [`convolution`], [`head`]: the kinds.
+//! - [`embedding`], [`patches`], [`block`], [`convolution`], [`join`], [`head`]: the kinds.
 //! - [`parameters`]: a layer's view of its tensors and of the gradient sums it adds to.
 //! - [`optimizer`], [`schedule`]: updates and learning rates.
 //! - [`init`]: the values a new model starts from.
@@ -13,11 +13,13 @@ pub mod convolution;
 pub mod embedding;
 pub mod head;
 pub mod init;
+pub mod join;
 pub mod layer;
 mod norm;
 pub mod optimizer;
 pub mod parameters;
 pub mod patches;
+mod pool;
 pub mod schedule;
 
 pub use convolution::Groups;

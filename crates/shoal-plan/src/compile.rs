@@ -95,6 +95,8 @@ fn forward_op(plan: &Plan, chain: &Chain, layer: usize, samples: Samples) -> Op 
             LayerKind::Embedding(_) | LayerKind::Patches(_) => false,
             // Without a norm it keeps its input and bits.
             LayerKind::Convolution(spec) => spec.norm.is_some(),
+            // Nothing of its inputs.
+            LayerKind::Join(_) => false,
             LayerKind::Block(_) | LayerKind::Head(_) => true,
         };
     Op::Forward { layer, samples, keep: if recompute { Keep::Input } else { Keep::All } }

@@ -4,9 +4,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use shoal_model::footprint::{
-    ConvolutionFootprint, Footprint, Phase, allocation_bytes, compute_bytes, prediction_peak,
-};
+use shoal_model::footprint::{Footprint, Phase, Phases, allocation_bytes, compute_bytes, prediction_peak};
 use shoal_model::{Chain, LayerKind, Precision};
 
 use crate::program::{Keep, Op, Program, Purpose};
@@ -188,10 +186,9 @@ impl Walk<'_> {
         | Op::Recompute { layer, samples }
         | Op::BeginBackward { layer, samples }
         | Op::Backward { layer, samples } = *op
-            && let LayerKind::Convolution(spec) = &self.chain.layers[layer].kind
+            && let Some(bytes) = self.chain.layers[layer].kind.phases(samples.count(), self.precision)
         {
-            let bytes = spec.footprint(samples.count(), self.precision);
-            return self.convolution(op, layer, samples, &bytes);
+            return self.phase(op, layer, samples, &bytes);
         }
         match *op {
             Op::Load { samples } => {
@@ -249,15 +246,11 @@ impl Walk<'_> {
         bytes - taken + self.let_go(&chain.layers[layer].inputs, samples)
     }
 
-    fn convolution(
-        &mut self,
-        op: &Op,
-        layer: usize,
-        samples: Samples,
-        bytes: &ConvolutionFootprint,
-    ) -> Phase {
+    /// An instruction of a layer whose phases are known.
+    fn phase(&mut self, op: &Op, layer: usize, samples: Samples, bytes: &Phases) -> Phase {
         let chain = self.chain;
-        let (x, others) = chain.layers[layer].inputs.split_at(chain.layers[layer].inputs.len().min(1));
+        let inputs = &chain.layers[layer].inputs;
+        let (x, others) = inputs.split_at(inputs.len().min(bytes.kept_inputs));
         let normed = chain.batch_norm(layer).is_some();
         match *op {
             Op::Begin { .. } => {

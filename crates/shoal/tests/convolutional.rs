@@ -158,6 +158,7 @@ fn every_published_model_is_planned_by_its_name() {
         ("resnet152", 60_192_808),
         ("wide_resnet50_2", 68_883_240),
         ("wide_resnet101_2", 126_886_696),
+        ("inception_v3", 23_834_568),
     ] {
         let setting = format!("model.preset={preset}");
         let settings = ["--set", &setting, "--set", "plan.memory=64GiB", "--set", "train.global_batch=2"];

@@ -139,6 +139,7 @@ fn models_of_images_are_measured() {
     bench(&["resnet18", "--sequence", "3"]).fails(&["resnet18", "--sequence"], "--image-size");
     bench(&["gpt2-tiny", "--image-size", "32"]).fails(&["gpt2-tiny", "tokens"], "--image-size");
     bench(&["vgg11", "--image-size", "8"]).fails(&["--image-size", "halved"], "own");
+    bench(&["inception_v3", "--image-size", "74"]).fails(&["--image-size", "75"], "own");
     bench(&["bert-base", "--sequence", "513"]).fails(&["--sequence", "512 positions"], "leave it out");
     bench(&["resnet19"]).fails(&["resnet19"], "resnet18");
 }

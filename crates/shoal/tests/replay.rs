@@ -13,11 +13,19 @@ use serde_json::Value;
 use common::{Folder, column, integer_rows, metrics};
 
 const SEQUENCE: usize = 32;
-const BATCHES: usize = 4;
 
 /// Samples of a batch: the reference's models of images that are convolutional saw eight at a time.
 fn batch(model: &str) -> usize {
-    if ["vgg", "resnet"].contains(&model) { 8 } else { 4 }
+    match model {
+        "vgg" | "resnet" => 8,
+        "inception" => 6,
+        _ => 4,
+    }
+}
+
+/// Batches that the reference had in turn.
+fn batches(expected: &SafeTensors) -> usize {
+    (0..).take_while(|batch| expected.tensor(&format!("batch{batch}.input")).is_ok()).count()
 }
 
 /// As the losses were asked to agree.
@@ -41,7 +49,9 @@ fn rows(golden: &Path) -> Vec<u8> {
         return images(&expected);
     }
     let all = |name: &str| -> Vec<i64> {
-        (0..BATCHES).flat_map(|batch| integers(&expected, &format!("batch{batch}.{name}"))).collect()
+        (0..batches(&expected))
+            .flat_map(|batch| integers(&expected, &format!("batch{batch}.{name}")))
+            .collect()
     };
     let (inputs, labels) = (all("input"), all("labels"));
     let rows = || inputs.chunks(SEQUENCE).zip(labels.chunks(SEQUENCE));
@@ -57,11 +67,11 @@ fn rows(golden: &Path) -> Vec<u8> {
 fn images(expected: &SafeTensors) -> Vec<u8> {
     let all = |name: &str| -> Vec<u8> {
         let batch = |batch: usize| expected.tensor(&format!("batch{batch}.{name}")).unwrap().data().to_vec();
-        (0..BATCHES).flat_map(batch).collect()
+        (0..batches(expected)).flat_map(batch).collect()
     };
     let (images, labels) = (all("input"), all("labels"));
     let mut shape = expected.tensor("input").unwrap().shape().to_vec();
-    shape[0] *= BATCHES;
+    shape[0] *= batches(expected);
     let views = [
         ("labels", TensorView::new(Dtype::I64, vec![shape[0]], &labels).unwrap()),
         ("images", TensorView::new(Dtype::F32, shape, &images).unwrap()),
@@ -70,7 +80,7 @@ fn images(expected: &SafeTensors) -> Vec<u8> {
 }
 
 fn job(model: &str, reference: &Value) -> String {
-    let samples = match ["vit", "vgg", "resnet"].contains(&model) {
+    let samples = match ["vit", "vgg", "resnet", "inception"].contains(&model) {
         true => "mean = 0.0\nstd = 1.0".to_owned(),
         false => format!("sequence = {SEQUENCE}"),
     };
@@ -175,4 +185,9 @@ fn vgg_trains_as_the_reference_did() {
 #[test]
 fn resnet_trains_as_the_reference_did() {
     replay("resnet");
+}
+
+#[test]
+fn inception_trains_as_the_reference_did() {
+    replay("inception");
 }

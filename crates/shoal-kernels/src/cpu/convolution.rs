@@ -144,6 +144,21 @@ impl Convolutional for CpuDevice {
         Ok(())
     }
 
+    fn window_average(&self, window: Window, x: &Tensor, out: &mut Tensor) -> Result {
+        self.pool.install(|| self.window_means(&window, x, out));
+        Ok(())
+    }
+
+    fn window_average_gradient(&self, window: Window, dy: &Tensor, dx: &mut Tensor) -> Result {
+        self.pool.install(|| self.window_means_dx(&window, dy, dx));
+        Ok(())
+    }
+
+    fn copy_rows(&self, x: Mat, out: MatMut) -> Result {
+        self.pool.install(|| self.move_rows(x, out));
+        Ok(())
+    }
+
     fn add_scaled(&self, factor: f32, x: Mat, out: Sum) -> Result {
         self.pool.install(|| self.add_rows(factor, x, out));
         Ok(())

@@ -6,11 +6,14 @@ use rayon::prelude::*;
 
 use super::CpuDevice;
 use crate::convolutional::{Averages, NO_PLACE, Window, byte_elements, mask_elements};
-use crate::device::{Mat, Sum};
+use crate::device::{Mat, MatMut, Sum};
 use crate::tensor::Tensor;
 
 /// Columns that a word of a mask has bits for.
 pub(super) const WORD: usize = 32;
+
+/// Rows that a thread copies at the least.
+const ROWS_TOGETHER: usize = 64;
 
 /// The pixels of a bin, in one direction.
 fn bin(index: usize, bins: usize, size: usize) -> Range<usize> {
@@ -20,6 +23,13 @@ fn bin(index: usize, bins: usize, size: usize) -> Range<usize> {
 /// The window's rows or columns that lie inside the image, without the padding.
 fn inside(first: usize, kernel: usize, padding: usize, size: usize) -> Range<usize> {
     padding.saturating_sub(first).min(kernel)..(size + padding).saturating_sub(first).min(kernel)
+}
+
+/// The places of a window that see a pixel, in one direction.
+fn seeing(pixel: usize, kernel: usize, stride: usize, padding: usize, places: usize) -> Range<usize> {
+    let at = pixel + padding;
+    let first = if at < kernel { 0 } else { (at - kernel) / stride + 1 };
+    first..(at / stride + 1).min(places)
 }
 
 impl CpuDevice {
@@ -157,6 +167,62 @@ impl CpuDevice {
         });
     }
 
+    pub(super) fn window_means(&self, window: &Window, x: &Tensor, out: &mut Tensor) {
+        let Window { height, width, channels, kernel, stride, padding, .. } = *window;
+        let (down, across) = window.places();
+        assert_eq!((x.len(), out.len()), (window.input_elements(), window.rows() * channels));
+        let (x, share) = (x.floats(), 1.0 / (kernel.0 * kernel.1) as f32);
+        out.floats_mut().par_chunks_mut(across * channels).enumerate().for_each(|(row, out)| {
+            let (sample, line) = (row / down, row % down * stride);
+            let below = inside(line, kernel.0, padding.0, height);
+            for (index, out) in out.chunks_exact_mut(channels).enumerate() {
+                let column = index * stride;
+                let beside = inside(column, kernel.1, padding.1, width);
+                let seen = below.clone().flat_map(|down| beside.clone().map(move |across| (down, across)));
+                let seen = seen.map(|(down, across)| {
+                    let pixel = (line + down - padding.0) * width + column + across - padding.1;
+                    &x[(sample * height * width + pixel) * channels..][..channels]
+                });
+                self.arch.dispatch(
+                    #[inline(always)]
+                    || scaled_sum(seen.clone(), share, out),
+                );
+            }
+        });
+    }
+
+    /// Each pixel takes its share from all places that saw it.
+    pub(super) fn window_means_dx(&self, window: &Window, dy: &Tensor, dx: &mut Tensor) {
+        let Window { height, width, channels, kernel, stride, padding, .. } = *window;
+        let (down, across) = window.places();
+        assert_eq!((dx.len(), dy.len()), (window.input_elements(), window.rows() * channels));
+        let (dy, share) = (dy.floats(), 1.0 / (kernel.0 * kernel.1) as f32);
+        dx.floats_mut().par_chunks_mut(width * channels).enumerate().for_each(|(line, dx)| {
+            let (sample, line) = (line / height, line % height);
+            let rows = seeing(line, kernel.0, stride, padding.0, down);
+            for (column, dx) in dx.chunks_exact_mut(channels).enumerate() {
+                let columns = seeing(column, kernel.1, stride, padding.1, across);
+                let seen = rows.clone().flat_map(|row| columns.clone().map(move |place| (row, place)));
+                let seen = seen.map(|(row, place)| {
+                    &dy[((sample * down + row) * across + place) * channels..][..channels]
+                });
+                self.arch.dispatch(
+                    #[inline(always)]
+                    || scaled_sum(seen.clone(), share, dx),
+                );
+            }
+        });
+    }
+
+    pub(super) fn move_rows(&self, x: Mat, out: MatMut) {
+        assert_eq!((x.rows, x.cols), (out.rows, out.cols));
+        let values = &x.tensor.floats()[x.offset..];
+        let rows = out.tensor.floats_mut()[out.offset..].par_chunks_mut(out.stride).take(x.rows);
+        rows.enumerate().with_min_len(ROWS_TOGETHER).for_each(|(row, out)| {
+            out[..x.cols].copy_from_slice(&values[row * x.stride..][..x.cols]);
+        });
+    }
+
     /// ReLU in place, rows of `cols`.
     pub(super) fn rectify(&self, cols: usize, x: &mut Tensor, mask: &mut Tensor) {
         assert_eq!(mask.len(), mask_elements(x.len() / cols, cols));
@@ -203,6 +269,16 @@ impl CpuDevice {
             );
         });
     }
+}
+
+/// `share` of the rows' sum.
+#[inline(always)]
+fn scaled_sum<'a>(rows: impl Iterator<Item = &'a [f32]>, share: f32, out: &mut [f32]) {
+    out.fill(0.0);
+    for row in rows {
+        out.iter_mut().zip(row).for_each(|(out, value)| *out += value);
+    }
+    out.iter_mut().for_each(|out| *out *= share);
 }
 
 /// The largest numbers of a pool's place, channel by channel, of the window's places and what lies there.

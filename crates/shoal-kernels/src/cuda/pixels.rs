@@ -11,7 +11,7 @@ use super::{CudaDevice, THREADS, element_of};
 use crate::convolutional::{
     Averages, ColumnNorm, Convolutional, Filters, NormGradients, Window, mask_elements,
 };
-use crate::device::{Mat, Result, Sum};
+use crate::device::{Mat, MatMut, Result, Sum};
 use crate::tensor::{Element, Tensor};
 use strips::{EIGHT, Strips};
 
@@ -95,7 +95,7 @@ impl CudaDevice {
                 launch!(self, "pixel_add" of element, grid, count, factor, from, to, accumulate)
             };
         }
-        let strips = Strips::passing(self, x.rows, x.cols, false).of(&x);
+        let strips = Strips::passing(self, x.rows, x.cols, false).of(x.tensor, x.offset, x.stride);
         let (grid, stride) = (strips.grid(), x.stride);
         // SAFETY: a matrix lies inside its tensor, and the output has as many rows.
         unsafe {
@@ -110,6 +110,19 @@ impl CudaDevice {
                 to,
                 accumulate
             )
+        }
+    }
+
+    fn move_rows(&self, x: Mat, out: MatMut) -> Result {
+        assert_eq!((x.rows, x.cols), (out.rows, out.cols));
+        let (element, strips) =
+            (element_of(&[x.tensor, out.tensor]), Strips::passing(self, x.rows, x.cols, false));
+        let strips = strips.of(x.tensor, x.offset, x.stride).of(out.tensor, out.offset, out.stride);
+        let (from, to) = (x.tensor.at(x.offset), out.tensor.at(out.offset));
+        let (grid, stride, out_stride) = (strips.grid(), x.stride, out.stride);
+        // SAFETY: both matrices lie inside their tensors and have as many rows and columns.
+        unsafe {
+            launch!(self, "pixel_copy" of element, grid, strips.parameter(), from, stride, to, out_stride)
         }
     }
 
@@ -209,6 +222,18 @@ impl Convolutional for CudaDevice {
 
     fn average_pool_gradient(&self, shape: Averages, dy: &Tensor, dx: &mut Tensor) -> Result {
         self.averages_gradient(shape, dy, dx)
+    }
+
+    fn window_average(&self, window: Window, x: &Tensor, out: &mut Tensor) -> Result {
+        self.window_means(window, x, out)
+    }
+
+    fn window_average_gradient(&self, window: Window, dy: &Tensor, dx: &mut Tensor) -> Result {
+        self.window_means_gradient(window, dy, dx)
+    }
+
+    fn copy_rows(&self, x: Mat, out: MatMut) -> Result {
+        self.move_rows(x, out)
     }
 
     fn add_scaled(&self, factor: f32, x: Mat, out: Sum) -> Result {

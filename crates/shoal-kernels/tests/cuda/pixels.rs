@@ -189,6 +189,24 @@ fn max_pool_gradient() {
     });
 }
 
+#[test]
+fn window_average_has_the_same_bits() {
+    compare_elements("window_average", 0.0, |device, case| {
+        let window = window(case);
+        let x = active(device, case, &case.normal("x", window.input_elements()));
+        let mut out = active_unwritten(device, case, window.rows() * window.channels);
+        device.window_average(window, &x, &mut out).unwrap();
+        vec![read(device, &out)]
+    });
+    compare_elements("window_average_gradient", 0.0, |device, case| {
+        let window = window(case);
+        let dy = active(device, case, &case.normal("dy", window.rows() * window.channels));
+        let mut dx = active_unwritten(device, case, window.input_elements());
+        device.window_average_gradient(window, &dy, &mut dx).unwrap();
+        vec![read(device, &dx)]
+    });
+}
+
 fn bins(case: Case) -> Averages {
     let (height, width) = (case.pick("height", &[1, 5, 7, 14]), case.pick("width", &[1, 6, 7, 13]));
     let all = case.yes("global");
@@ -218,6 +236,17 @@ fn average_pool_gradient_has_the_same_bits() {
         let mut dx = active_unwritten(device, case, samples * height * width * channels);
         device.average_pool_gradient(shape, &dy, &mut dx).unwrap();
         vec![read(device, &dx)]
+    });
+}
+
+#[test]
+fn copied_rows_leave_what_lies_between() {
+    compare_elements("copy_rows", 0.0, |device, case| {
+        let (rows, cols) = sides(case);
+        let x = Strided::new(device, case, "x", rows, cols, Some(&case.normal("x", rows * cols)));
+        let mut out = Strided::new(device, case, "out", rows, cols, None);
+        device.copy_rows(x.mat(), out.mat_mut()).unwrap();
+        vec![read(device, &out.tensor)]
     });
 }
 

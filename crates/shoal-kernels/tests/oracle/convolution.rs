@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use shoal_kernels::convolutional::mask_elements;
-use shoal_kernels::{Convolutional, Filters, Mat, Tensor, Window};
+use shoal_kernels::{Convolutional, Filters, Mat, MatMut, Tensor, Window};
 
 use crate::common::{config, device, integers, normal, tensor, unwritten, whole};
 use crate::number::{Number, numbers};
@@ -194,6 +194,35 @@ proptest! {
             let (sample, pixel, channel) = (at / channels / pixels, at / channels % pixels, at % channels);
             prop_assert_eq!(*value, images[(sample * channels + channel) * pixels + pixel]);
         }
+    }
+
+    /// Images side by side, and apart again.
+    #[test]
+    fn copied_rows_leave_what_lies_between(
+        rows in 1usize..200,
+        parts in prop::collection::vec(1usize..70, 1..5),
+        threads in 1usize..=3,
+        seed: u64,
+    ) {
+        let device = device(threads);
+        let width: usize = parts.iter().sum();
+        let mut joined = tensor(&device, &vec![-7.0; rows * (width + 1)]);
+        let mut first = 1;
+        for (index, cols) in parts.iter().enumerate() {
+            let values = normal(seed, &format!("part {index}"), rows * cols);
+            let part = tensor(&device, &values);
+            let to = MatMut::columns(&mut joined, rows, first, *cols, width + 1);
+            device.copy_rows(Mat::new(&part, rows, *cols), to).unwrap();
+            for (row, values) in values.chunks(*cols).enumerate() {
+                prop_assert!(same_bits(&joined.floats()[row * (width + 1) + first..][..*cols], values));
+            }
+            let mut back = unwritten(&device, rows * cols);
+            let from = Mat::columns(&joined, rows, first, *cols, width + 1);
+            device.copy_rows(from, MatMut::new(&mut back, rows, *cols)).unwrap();
+            prop_assert!(same_bits(back.floats(), &values));
+            first += cols;
+        }
+        prop_assert!(joined.floats().iter().step_by(width + 1).all(|before| *before == -7.0));
     }
 
     #[test]

@@ -72,6 +72,29 @@ proptest! {
     }
 
     #[test]
+    fn a_window_averages_with_zeros_around_the_image(window in window(), threads in 1usize..=3, seed: u64) {
+        let device = device(threads);
+        let (channels, area) = (window.channels, window.kernel.0 * window.kernel.1);
+        let x = normal(seed, "x", window.input_elements());
+        let dy = normal(seed, "dy", window.rows() * channels);
+        let results = twice(|| {
+            let (mut out, mut dx) = (unwritten(&device, dy.len()), unwritten(&device, x.len()));
+            device.window_average(window, &tensor(&device, &x), &mut out).unwrap();
+            device.window_average_gradient(window, &tensor(&device, &dy), &mut dx).unwrap();
+            floats(&[&out, &dx])
+        });
+        let (x, dy) = (numbers(&x), numbers(&dy));
+        let (mut out, mut dx) = (vec![Number::default(); dy.len()], vec![Number::default(); x.len()]);
+        for (row, _, element) in meetings(&window) {
+            let at = row * channels + element % channels;
+            out[at] += x[element] * (1.0 / area as f64);
+            dx[element] += dy[at] * (1.0 / area as f64);
+        }
+        assert_close("window_average", &results[0], &out);
+        assert_close("window_average_gradient", &results[1], &dx);
+    }
+
+    #[test]
     fn averages_over_any_number_of_bins(
         (samples, height, width, channels) in (1usize..=3, 1usize..=9, 1usize..=9, 1usize..=20),
         bins in (1usize..=9, 1usize..=9),

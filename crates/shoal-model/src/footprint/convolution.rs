@@ -2,7 +2,7 @@
 //! and backward in two: what comes before the statistics of its group are known, and what comes after.
 
 use super::{Meter, allocation_bytes, compute_bytes};
-use crate::convolutional::{ConvolutionSpec, Pool};
+use crate::convolutional::ConvolutionSpec;
 use crate::precision::Precision;
 
 /// What an instruction does to the bytes alive, those aside that go from layer to layer: outputs, inputs and
@@ -16,10 +16,12 @@ pub struct Phase {
     pub loss: u64,
 }
 
-/// A convolution's bytes for one micro-batch, instruction by instruction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ConvolutionFootprint {
+/// The bytes of a layer between images for one micro-batch, instruction by instruction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Phases {
     pub output: u64,
+    /// How many of its inputs are kept for the backward, the first ones; others are let go by the forward.
+    pub kept_inputs: usize,
     /// Statistics of one group, or their counterpart in the backward; kept until the step ends.
     pub group: u64,
     /// Up to the statistics, which are not counted: only where there is a norm.
@@ -51,7 +53,7 @@ struct Sizes {
 }
 
 impl ConvolutionSpec {
-    pub fn footprint(&self, samples: usize, precision: Precision) -> ConvolutionFootprint {
+    pub fn phases(&self, samples: usize, precision: Precision) -> Phases {
         let bytes = |per_sample: usize| compute_bytes(samples * per_sample, precision);
         let sizes = Sizes {
             images: if self.first { allocation_bytes(samples * self.input_elements()) } else { 0 },
@@ -63,8 +65,9 @@ impl ConvolutionSpec {
             places: if self.takes_maxima() { allocation_bytes(self.place_elements(samples)) } else { 0 },
         };
         let normed = self.norm.is_some();
-        ConvolutionFootprint {
+        Phases {
             output: sizes.output,
+            kept_inputs: 1,
             group: if normed { allocation_bytes(2 * self.outputs) } else { 0 },
             begin: self.begin_phase(&sizes),
             forward: self.forward_phase(&sizes, if normed { 0 } else { sizes.convolved }),
@@ -100,12 +103,8 @@ impl ConvolutionSpec {
         if self.norm.is_some() {
             meter.take(sizes.convolved + sizes.mask);
         }
-        if self.takes_maxima() {
+        if self.pool.is_some() {
             meter.take(sizes.places + sizes.output);
-            meter.give(sizes.convolved);
-        }
-        if self.pool == Some(Pool::Average) {
-            meter.take(sizes.output);
             meter.give(sizes.convolved);
         }
     }

@@ -86,7 +86,7 @@ impl Peer {
         match numbers.is_empty() {
             true => Err(CliError::said(
                 "the peer ended without an answer".to_owned(),
-                "what it said stands above; --peer names a Python that has PyTorch, torchvision (VGG, ResNet) and transformers",
+                "what it said stands above; --peer names a Python that has PyTorch, torchvision (VGG, ResNet, Inception) and transformers",
             )),
             false => Ok(numbers),
         }

@@ -1,4 +1,5 @@
-//! `shoal export`: a run's model as a folder that transformers loads, or, for a VGG or ResNet, torchvision.
+//! `shoal export`: a run's model as a folder that transformers loads, or, for a VGG, ResNet or Inception,
+//! torchvision.
 
 use std::borrow::Cow;
 use std::path::PathBuf;

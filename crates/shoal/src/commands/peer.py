@@ -98,7 +98,9 @@ class OfImages(nn.Module):
             import torchvision
         except ImportError:
             sys.exit("the peer: this Python has no torchvision (pip install torchvision)")
-        model = getattr(torchvision.models, config["name"])(num_classes=config["classes"])
+        # Ours has no auxiliary classifier, and starts from the same weights.
+        options = {"aux_logits": False, "init_weights": True} if config["name"] == "inception_v3" else {}
+        model = getattr(torchvision.models, config["name"])(num_classes=config["classes"], **options)
         size = config["image_size"] // 32
         if hasattr(model, "features") and size != 7:
             # Its pool would make any image one of 224: ours has none.

@@ -3,17 +3,19 @@
 use std::path::Path;
 
 use shoal_model::Model;
+use shoal_model::convolutional::Body;
 
 use super::{ImageReading, Validator, raw};
 use crate::error::Result;
 use crate::preprocessor;
 
-/// What torchvision's weights were trained with.
+/// What torchvision's weights were trained with, but for Inception's.
 const IMAGENET_MEAN: [f32; 3] = [0.485, 0.456, 0.406];
 const IMAGENET_STD: [f32; 3] = [0.229, 0.224, 0.225];
 
-/// transformers' processor for ViT has this for every channel.
-const VIT: f32 = 0.5;
+/// transformers' processor for ViT has this for every channel, and torchvision's Inception makes it so itself before its
+/// first layer.
+const HALF: f32 = 0.5;
 
 impl Validator<'_> {
     /// How images are read, where the model takes images; `folder` is the one it comes from.
@@ -36,8 +38,10 @@ impl Validator<'_> {
             };
         };
         let (mut mean, mut std) = match (model, image.channels) {
-            (Model::Convolutional(_), 3) => (IMAGENET_MEAN.to_vec(), IMAGENET_STD.to_vec()),
-            (_, channels) => (vec![VIT; channels], vec![VIT; channels]),
+            (Model::Convolutional(model), 3) if !matches!(model.shape.body, Body::Inception { .. }) => {
+                (IMAGENET_MEAN.to_vec(), IMAGENET_STD.to_vec())
+            }
+            (_, channels) => (vec![HALF; channels], vec![HALF; channels]),
         };
         // The file matters only where the job leaves something open.
         if let Some(folder) = folder.filter(|_| raw.mean.is_none() || raw.std.is_none())

@@ -40,7 +40,7 @@ impl Validator<'_> {
             (None | Some("checkpoint"), Some(path)) => {
                 let (before, now) = (imported.image(), model.image());
                 if let (true, Some(before)) = (before != now && model.is_bound_to_size(), before) {
-                    let hint = "leave it out, or set init = \"random\": only a ResNet's weights fit any size";
+                    let hint = "leave it out, or set init = \"random\": only a ResNet's and an Inception's weights fit any size";
                     let what =
                         format!("is set, but the weights in {} are for {}", path.display(), before.size);
                     return Err(self.bad("model.image_size", what, hint));
@@ -83,8 +83,8 @@ impl Validator<'_> {
                 _ => model.set_image_size(size),
             }
             if let Some(defect) = model.defect() {
-                let hint =
-                    "a ViT's size is a multiple of its patch, a VGG's at least 32; classes are at least 1";
+                let hint = "a ViT's size is a multiple of its patch, a VGG's at least 32, an Inception's at least 75; \
+                            classes are at least 1";
                 return Err(self.bad(key, format!("is {size}: {defect}"), hint));
             }
         }

@@ -429,6 +429,37 @@ __device__ __forceinline__ void pixel_add_rows(const Strips &of, float factor, c
 PASSING(pixel_add_rows, (Strips of, float factor, const T *x, i64 stride, T *out, int accumulate),
         (of, factor, x, stride, out, accumulate))
 
+// out = x, of rows that lie apart on either side.
+template <int ROWS, typename T, typename Wide>
+__device__ __forceinline__ void copy_strided(const Strips &of, const T *x, i64 stride, T *out, i64 out_stride,
+                                             Wide wide) {
+    int cols = of.cols;
+    Share own = share_of(of, cols);
+    for (int row = own.row; row < own.end; row += ROWS * own.lines) {
+        Eight<T> eights[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            int at = row + i * own.lines;
+            eights[i] = load_eight(x + at * stride, own.first, at < own.end ? cols : 0, wide);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            int at = row + i * own.lines;
+            if (at >= own.end) break;
+            float values[EIGHT];
+            unpack_eight(eights[i], values);
+            store_eight(out + at * out_stride, own.first, cols, wide, values);
+        }
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void pixel_copy(const Strips &of, const T *x, i64 stride, T *out, i64 out_stride) {
+    if (of.whole) copy_strided<Ahead<T>::ONE_INPUT>(of, x, stride, out, out_stride, Whole());
+    else copy_strided<1>(of, x, stride, out, out_stride, false);
+}
+PASSING(pixel_copy, (Strips of, const T *x, i64 stride, T *out, i64 out_stride), (of, x, stride, out, out_stride))
+
 // Numbers' mean and their squared distances from it, of eight columns.
 struct Moments {
     float count, mean[EIGHT], squares[EIGHT];
@@ -879,6 +910,82 @@ __device__ __forceinline__ void pixel_max_gradient(const Pool &of, const u8 *pla
     else max_gradient_line(of, places, dy, dx, false);
 }
 TYPED(pixel_max_gradient, (Pool of, const u8 *places, const T *dy, T *dx), (of, places, dy, dx))
+
+// A line's pixels `first..end`, `channels` apart, added to the sums in their order.
+template <typename T, typename Wide>
+__device__ __forceinline__ void add_pixels(const T *line, int from, int end, int channels, int first, Wide wide,
+                                           float (&sums)[EIGHT]) {
+    for (int pixel = from; pixel < end; pixel += POOL_AHEAD) {
+        Eight<T> ahead[POOL_AHEAD];
+#pragma unroll
+        for (int i = 0; i < POOL_AHEAD; i++) {
+            ahead[i] = load_eight(line + (i64)(pixel + i) * channels, first, pixel + i < end ? channels : 0, wide);
+        }
+#pragma unroll
+        for (int i = 0; i < POOL_AHEAD; i++) {
+            float values[EIGHT];
+            unpack_eight(ahead[i], values);
+            // Zeros past the end change nothing.
+#pragma unroll
+            for (int j = 0; j < EIGHT; j++) sums[j] += values[j];
+        }
+    }
+}
+
+// A block has a line of the window's places, in all channels; padding counts as zeros.
+template <typename T, typename Wide>
+__device__ __forceinline__ void mean_line(const Pool &of, const T *x, T *out, Wide wide) {
+    int channels = of.channels, eights = (channels + EIGHT - 1) / EIGHT, sample = blockIdx.x / of.down;
+    int top = blockIdx.x % of.down * of.stride - of.padding_height;
+    int line_end = min(top + of.kernel_height, of.height);
+    float share = 1.0f / (of.kernel_height * of.kernel_width);
+    x += (i64)sample * of.height * of.width * channels, out += (i64)blockIdx.x * of.across * channels;
+    for (int unit = threadIdx.x; unit < of.across * eights; unit += blockDim.x) {
+        int place = unit / eights, first = unit % eights * EIGHT, left = place * of.stride - of.padding_width;
+        float sums[EIGHT] = {};
+        for (int line = max(0, top); line < line_end; line++) {
+            add_pixels(x + (i64)line * of.width * channels, max(0, left), min(left + of.kernel_width, of.width),
+                       channels, first, wide, sums);
+        }
+#pragma unroll
+        for (int j = 0; j < EIGHT; j++) sums[j] *= share;
+        store_eight(out + (i64)place * channels, first, channels, wide, sums);
+    }
+}
+
+template <typename T> __device__ __forceinline__ void pixel_mean(const Pool &of, const T *x, T *out) {
+    if (of.channels % EIGHT == 0) mean_line(of, x, out, Whole());
+    else mean_line(of, x, out, false);
+}
+TYPED(pixel_mean, (Pool of, const T *x, T *out), (of, x, out))
+
+// A block has a line of pixels, in all channels. Each pixel takes its share from all places that saw it.
+template <typename T, typename Wide>
+__device__ __forceinline__ void mean_gradient_line(const Pool &of, const T *dy, T *dx, Wide wide) {
+    int channels = of.channels, eights = (channels + EIGHT - 1) / EIGHT, sample = blockIdx.x / of.height;
+    int y = blockIdx.x % of.height + of.padding_height;
+    int down_first = first_place(y, of.kernel_height, of.stride), down_last = min(y / of.stride, of.down - 1);
+    float share = 1.0f / (of.kernel_height * of.kernel_width);
+    dy += (i64)sample * of.down * of.across * channels, dx += (i64)blockIdx.x * of.width * channels;
+    for (int unit = threadIdx.x; unit < of.width * eights; unit += blockDim.x) {
+        int column = unit / eights, first = unit % eights * EIGHT, x = column + of.padding_width;
+        int across_first = first_place(x, of.kernel_width, of.stride), across_last = min(x / of.stride, of.across - 1);
+        float sums[EIGHT] = {};
+        for (int down = down_first; down <= down_last; down++) {
+            add_pixels(dy + (i64)down * of.across * channels, across_first, across_last + 1, channels, first, wide,
+                       sums);
+        }
+#pragma unroll
+        for (int j = 0; j < EIGHT; j++) sums[j] *= share;
+        store_eight(dx + (i64)column * channels, first, channels, wide, sums);
+    }
+}
+
+template <typename T> __device__ __forceinline__ void pixel_mean_gradient(const Pool &of, const T *dy, T *dx) {
+    if (of.channels % EIGHT == 0) mean_gradient_line(of, dy, dx, Whole());
+    else mean_gradient_line(of, dy, dx, false);
+}
+TYPED(pixel_mean_gradient, (Pool of, const T *dy, T *dx), (of, dy, dx))
 
 // Images averaged over bins, `down` of them in a column and `across` in a row. Of a block, `side` threads have eight
 // columns each of a strip, `lines` share a bin's pixels, and what threads are left have other bins.

@@ -89,7 +89,8 @@ fn rows_at(tensor: Option<&Tensor>, first: usize) -> Address {
 impl CudaDevice {
     pub(super) fn measure_columns(&self, x: Mat, statistics: &mut Tensor) -> Result {
         assert_floats(statistics, SETS * x.cols);
-        let (strips, element) = (Strips::summing(x.rows, x.cols, SETS).of(&x), x.tensor.element());
+        let (strips, element) =
+            (Strips::summing(x.rows, x.cols, SETS).of(x.tensor, x.offset, x.stride), x.tensor.element());
         let (held, from, stride) = (self.parts(), x.tensor.at(x.offset), x.stride);
         let (grid, parts, counters, to) = (strips.grid(), held.at(0), self.counters.at(0), statistics.at(0));
         // SAFETY: a matrix lies inside its tensor; the parts and counters suffice for a cut that sums.

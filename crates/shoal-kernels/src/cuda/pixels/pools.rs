@@ -1,5 +1,5 @@
-//! Pools. Of maxima, a block has a line of the window's places or of pixels; of averages, as many threads share a bin
-//! as it has pixels for.
+//! Pools. Of what a window sees, a block has a line of its places or of pixels; of averages over bins, as many threads
+//! share a bin as it has pixels for.
 
 use super::assert_floats;
 use super::strips::{EIGHT, Strips, across};
@@ -177,6 +177,25 @@ impl CudaDevice {
                 to
             )
         }
+    }
+
+    pub(super) fn window_means(&self, window: Window, x: &Tensor, out: &mut Tensor) -> Result {
+        let element = element_of(&[x, out]);
+        assert_eq!((x.len(), out.len()), (window.input_elements(), window.rows() * window.channels));
+        let (down, across) = window.places();
+        let grid = lines(window.samples * down, across, window.channels);
+        let (of, x, out) = (PoolParameter::from(window), x.at(0), out.at(0));
+        // SAFETY: the lengths are asserted.
+        unsafe { launch!(self, "pixel_mean" of element, grid, of, x, out) }
+    }
+
+    pub(super) fn window_means_gradient(&self, window: Window, dy: &Tensor, dx: &mut Tensor) -> Result {
+        let element = element_of(&[dx, dy]);
+        assert_eq!((dx.len(), dy.len()), (window.input_elements(), window.rows() * window.channels));
+        let grid = lines(window.samples * window.height, window.width, window.channels);
+        let (of, dy, dx) = (PoolParameter::from(window), dy.at(0), dx.at(0));
+        // SAFETY: the lengths are asserted.
+        unsafe { launch!(self, "pixel_mean_gradient" of element, grid, of, dy, dx) }
     }
 
     pub(super) fn averages(&self, shape: Averages, x: &Tensor, out: &mut Tensor) -> Result {

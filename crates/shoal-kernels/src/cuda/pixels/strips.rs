@@ -4,7 +4,7 @@
 
 use crate::cuda::launch::{Grid, Parameter, THREADS};
 use crate::cuda::{COUNTERS, CudaDevice, PARTS};
-use crate::device::Mat;
+use crate::tensor::Tensor;
 
 /// EIGHT and SUM_THREADS of pixels.cu.
 pub(super) const EIGHT: usize = 8;
@@ -77,10 +77,10 @@ impl Strips {
         strips
     }
 
-    /// The same for rows that may lie apart.
-    pub(super) fn of(self, x: &Mat) -> Strips {
-        let bytes = x.tensor.element().bytes();
-        let aligned = x.tensor.at(x.offset).0.is_multiple_of(16) && (bytes * x.stride).is_multiple_of(16);
+    /// The same for rows that may lie apart, in so far as these do.
+    pub(super) fn of(self, tensor: &Tensor, offset: usize, stride: usize) -> Strips {
+        let bytes = tensor.element().bytes();
+        let aligned = tensor.at(offset).0.is_multiple_of(16) && (bytes * stride).is_multiple_of(16);
         Strips { whole: self.whole && aligned, ..self }
     }
 
