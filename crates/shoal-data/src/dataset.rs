@@ -9,7 +9,8 @@ use crate::inputs::Inputs;
 use crate::masking::Masking;
 use crate::order::Order;
 use crate::pictures::{KEPT_BYTES_MAX, Pictures};
-use crate::prepare;
+use crate::pieces::{Frame, Pieces};
+use crate::prepare::{self, Prepared};
 use crate::rows::Rows;
 use crate::source::{Kind, Source, SourceFile};
 use crate::stored;
@@ -40,6 +41,9 @@ pub struct DatasetSpec {
     /// The seed by which tokens are masked, for a model that learns to restore them; without one a label is
     /// the next token. Rows that have labels of their own are taken as they are.
     pub masked: Option<u64>,
+    /// Whether each document is a sample of its own, padded to the sequence (or several, where it is longer);
+    /// otherwise documents follow each other, and every sample is full. Only masked ones can be.
+    pub documents: bool,
 }
 
 impl DatasetSpec {
@@ -52,7 +56,8 @@ impl DatasetSpec {
         cache: impl Into<PathBuf>,
     ) -> Self {
         let (source, cache) = (source.into(), cache.into());
-        Self { source, tokenizer, sequence, vocabulary, cache, text_field: "text".into(), masked: None }
+        let text_field = "text".into();
+        Self { source, tokenizer, sequence, vocabulary, cache, text_field, masked: None, documents: false }
     }
 }
 
@@ -63,6 +68,8 @@ pub struct Samples {
     pub sequence: usize,
     /// The tokens that go in.
     pub inputs: Vec<i32>,
+    /// How many of each sample's tokens count: the others are padding.
+    pub lengths: Vec<i32>,
     /// The token that should come out at each position, or [`crate::IGNORED`].
     pub labels: Vec<i32>,
 }
@@ -90,6 +97,8 @@ struct Wanted<'a> {
 enum Kept {
     /// Cut from a row of tokens.
     Windows(Stream),
+    /// Documents, or pieces of them.
+    Pieces(Pieces),
     /// Stored one by one.
     Rows(Rows),
     Images(Images),
@@ -98,13 +107,20 @@ enum Kept {
 impl Dataset {
     /// Opens the dataset: finds its files, tokenizes them if that has not been done before, and looks at
     /// every token id if that has not been done before. `progress` hears how many bytes of how many are done.
+    ///
+    /// # Panics
+    /// If documents are to be samples and nothing is masked.
     pub fn open(spec: &DatasetSpec, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         if spec.sequence == 0 {
             return Err(Error::SequenceZero);
         }
         let vocabulary = spec.vocabulary.min(VOCABULARY_MAX);
+        assert!(spec.masked.is_some() || !spec.documents, "documents are samples only where they are masked");
         let source = Source::find(&spec.source)?;
         match source.kind {
+            Kind::Tokens | Kind::Safetensors if spec.documents => {
+                Err(Error::NoDocuments { path: spec.source.clone() })
+            }
             Kind::Text | Kind::JsonLines | Kind::Parquet => open_text(spec, &source, vocabulary, progress),
             Kind::Tokens => open_tokens(spec, &source, vocabulary, progress),
             Kind::Safetensors => open_rows(spec, &source, vocabulary, progress),
@@ -149,6 +165,7 @@ impl Dataset {
     pub fn len(&self) -> u64 {
         match &self.samples {
             Kept::Windows(stream) => stream.windows(self.sequence),
+            Kept::Pieces(pieces) => pieces.count,
             Kept::Rows(rows) => rows.rows,
             Kept::Images(images) => images.count,
         }
@@ -158,6 +175,7 @@ impl Dataset {
     pub fn tokens(&self) -> u64 {
         match &self.samples {
             Kept::Windows(stream) => stream.tokens,
+            Kept::Pieces(pieces) => pieces.stream.tokens,
             Kept::Rows(rows) => rows.tokens,
             Kept::Images(_) => 0,
         }
@@ -206,6 +224,9 @@ impl Dataset {
         if let Kept::Images(images) = &self.samples {
             return images.read(epoch, index, inputs.images(), labels);
         }
+        if let Kept::Pieces(pieces) = &self.samples {
+            return self.read_piece(pieces, epoch, index, inputs, labels);
+        }
         let inputs = inputs.tokens();
         assert_eq!((inputs.len(), labels.len()), (self.sequence, self.sequence));
         match (&self.samples, &self.masking) {
@@ -223,8 +244,28 @@ impl Dataset {
                 }
                 Ok(())
             }
-            (Kept::Images(_), _) => unreachable!("read above"),
+            (Kept::Images(_) | Kept::Pieces(_), _) => unreachable!("read above"),
         }
+    }
+
+    /// Masks are drawn among a document's own tokens: what stands around them is never a target.
+    fn read_piece(
+        &self,
+        pieces: &Pieces,
+        epoch: u64,
+        index: u64,
+        inputs: Inputs,
+        labels: &mut [i32],
+    ) -> Result<()> {
+        let (inputs, lengths) = inputs.padded();
+        assert_eq!((inputs.len(), labels.len(), lengths.len()), (self.sequence, self.sequence, 1));
+        let (own, length) = pieces.read(index, inputs)?;
+        lengths[0] = length as i32;
+        labels.fill(IGNORED);
+        if let Some(masking) = &self.masking {
+            masking.apply(epoch, index, &mut inputs[own.clone()], &mut labels[own]);
+        }
+        Ok(())
     }
 
     /// Reads samples, each of (epoch, index), into rooms of equal size end to end. Pictures, whose decoding takes long,
@@ -267,13 +308,16 @@ impl Dataset {
 
     /// Reads the samples of tokens at `positions` of the endless stream.
     pub fn batch(&self, order: &Order, positions: Range<u64>) -> Result<Samples> {
-        let mut samples = Samples { sequence: self.sequence, inputs: Vec::new(), labels: Vec::new() };
+        let (inputs, lengths, labels) = (Vec::new(), Vec::new(), Vec::new());
+        let mut samples = Samples { sequence: self.sequence, inputs, lengths, labels };
         for position in positions {
             let (epoch, index) = order.index(position);
             let start = samples.inputs.len();
             samples.inputs.resize(start + self.sequence, 0);
             samples.labels.resize(start + self.sequence, 0);
-            let inputs = Inputs::Tokens(&mut samples.inputs[start..]);
+            samples.lengths.push(0);
+            let length = samples.lengths.last_mut().expect("just pushed");
+            let inputs = Inputs::Padded(&mut samples.inputs[start..], std::slice::from_mut(length));
             self.read(epoch, index, inputs, &mut samples.labels[start..])?;
         }
         Ok(samples)
@@ -308,10 +352,19 @@ fn open_text(
         return Err(Error::VocabularyTooSmall { tokenizer, tokenizer_ids, vocabulary });
     }
     let masking = masking(spec, vocabulary, true)?;
-    let (file, header) = prepare::prepare(source, tokenizer, &spec.text_field, &spec.cache, progress)?;
+    let (field, apart) = (&spec.text_field, spec.documents);
+    let Prepared { tokens, header, ends } =
+        prepare::prepare(source, tokenizer, field, apart, &spec.cache, progress)?;
     let mut stream = Stream::new(vocabulary);
-    stream.append(file, header.integer, stored::HEADER_BYTES as u64, header.tokens);
+    stream.append(tokens, header.integer, stored::HEADER_BYTES as u64, header.tokens);
     let content = blake3::Hash::from_bytes(header.content).to_hex();
+    if let Some(ends) = ends {
+        let (sequence, documents) = (spec.sequence, header.documents);
+        let pieces = Pieces::new(stream, ends, documents, Frame::of(tokenizer), sequence)?;
+        let fingerprint = fingerprint(&format!("documents {}", pieces.cut), sequence, &content);
+        let samples = Kept::Pieces(pieces);
+        return Ok(Dataset { samples, masking, sequence, documents: Some(documents), fingerprint });
+    }
     Dataset::of_stream(stream, spec, masking, Some(header.documents), &content)
 }
 

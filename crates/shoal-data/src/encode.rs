@@ -1,4 +1,5 @@
-//! Documents to one stream of tokens, in the order of the documents, in bounded memory.
+//! Documents to one stream of tokens, in the order of the documents, in bounded memory; with a token between them, or
+//! with a note of where each ends.
 //!
 //! A `tokenizer.json` is slow (megabytes a second), so text is gathered into jobs and several threads
 //! encode them side by side; jobs are cut by the text alone, so the tokens depend neither on the number of
@@ -6,7 +7,7 @@
 
 use crate::documents::Documents;
 use crate::error::{Error, Result};
-use crate::stored::TokenWriter;
+use crate::stored::{PartFile, TokenWriter};
 use crate::tokenizer::Tokenizer;
 use std::thread;
 
@@ -24,6 +25,8 @@ const THREADS_MAX: usize = 8;
 pub(crate) struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     writer: &'a mut TokenWriter,
+    /// Where documents' ends are written, if they are; otherwise a token separates them.
+    ends: Option<&'a mut PartFile>,
     /// Told the bytes read so far and in all.
     progress: &'a mut dyn FnMut(u64, u64),
     bytes_read: u64,
@@ -52,6 +55,7 @@ impl<'a> Encoder<'a> {
     pub fn new(
         tokenizer: &'a Tokenizer,
         writer: &'a mut TokenWriter,
+        ends: Option<&'a mut PartFile>,
         bytes_total: u64,
         progress: &'a mut dyn FnMut(u64, u64),
     ) -> Self {
@@ -59,6 +63,7 @@ impl<'a> Encoder<'a> {
         Self {
             tokenizer,
             writer,
+            ends,
             progress,
             bytes_read: 0,
             bytes_total,
@@ -102,32 +107,49 @@ impl<'a> Encoder<'a> {
     /// Encodes the waiting jobs side by side and writes their tokens in order.
     fn run_round(&mut self) -> Result<()> {
         let tokenizer = self.tokenizer;
+        let separator = tokenizer.end_of_document().filter(|_| self.ends.is_none());
         let round = std::mem::take(&mut self.round);
-        let results: Vec<Result<Vec<u32>>> = thread::scope(|scope| {
-            let threads: Vec<_> = round.iter().map(|job| scope.spawn(|| job.encode(tokenizer))).collect();
+        let results: Vec<Result<Encoded>> = thread::scope(|scope| {
+            let threads: Vec<_> =
+                round.iter().map(|job| scope.spawn(|| job.encode(tokenizer, separator))).collect();
             let join = |thread: thread::ScopedJoinHandle<'_, _>| {
                 let (tokenizer, message) = (tokenizer.name(), "the tokenizer's library failed".into());
                 thread.join().unwrap_or(Err(Error::Encode { tokenizer, message }))
             };
             threads.into_iter().map(join).collect()
         });
-        for tokens in results {
-            self.writer.push(&tokens?)?;
+        for encoded in results {
+            let Encoded { tokens, ends } = encoded?;
+            let before = self.writer.tokens();
+            self.writer.push(&tokens)?;
+            ends.into_iter().try_for_each(|end| self.note_end(before + end as u64))?;
         }
         Ok(())
     }
+
+    /// A document ends after so many tokens.
+    fn note_end(&mut self, tokens: u64) -> Result<()> {
+        self.ends.as_mut().map_or(Ok(()), |ends| ends.write(&tokens.to_le_bytes()))
+    }
+}
+
+/// A job's tokens, and after how many of them documents end.
+struct Encoded {
+    tokens: Vec<u32>,
+    ends: Vec<usize>,
 }
 
 impl Job {
-    fn encode(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
-        let mut tokens = Vec::new();
-        for (piece, ends) in &self.pieces {
+    fn encode(&self, tokenizer: &Tokenizer, separator: Option<u32>) -> Result<Encoded> {
+        let (mut tokens, mut ends) = (Vec::new(), Vec::new());
+        for (piece, is_last) in &self.pieces {
             tokens.extend(tokenizer.encode(piece)?);
-            if *ends {
-                tokens.extend(tokenizer.end_of_document());
+            if *is_last {
+                tokens.extend(separator);
+                ends.push(tokens.len());
             }
         }
-        Ok(tokens)
+        Ok(Encoded { tokens, ends })
     }
 }
 
@@ -141,7 +163,8 @@ impl Documents for Encoder<'_> {
             self.documents += 1;
             // Bytes have no token of their own for the end of a document: 0 stands between two documents,
             // and a single document is its bytes and nothing else.
-            if matches!(self.tokenizer, Tokenizer::Bytes) && self.documents > 1 {
+            let separated = self.ends.is_none() && self.documents > 1;
+            if matches!(self.tokenizer, Tokenizer::Bytes) && separated {
                 self.writer.push(&[0])?;
             }
         }
@@ -164,11 +187,14 @@ impl Documents for Encoder<'_> {
     }
 
     fn end(&mut self) -> Result<()> {
-        if std::mem::take(&mut self.begun) && !matches!(self.tokenizer, Tokenizer::Bytes) {
-            let tail = std::mem::take(&mut self.tail);
-            self.add(tail, true)?;
+        if !std::mem::take(&mut self.begun) {
+            return Ok(());
         }
-        Ok(())
+        if matches!(self.tokenizer, Tokenizer::Bytes) {
+            return self.note_end(self.writer.tokens());
+        }
+        let tail = std::mem::take(&mut self.tail);
+        self.add(tail, true)
     }
 
     fn advance(&mut self, bytes: u64) {

@@ -34,6 +34,12 @@ pub enum Error {
     Empty { path: PathBuf },
     #[error("data.sequence is 0")]
     SequenceZero,
+    #[error("data.sequence is {sequence}, and {taken} of these tokens stand around each document")]
+    NoRoom { sequence: usize, taken: usize },
+    #[error("{} holds tokens, and nothing in it says where a document ends", path.display())]
+    NoDocuments { path: PathBuf },
+    #[error("{} does not fit the tokens beside it", path.display())]
+    Damaged { path: PathBuf },
     #[error("{} is too short: it holds {tokens} tokens and one sample needs {needed}", path.display())]
     TooShort { path: PathBuf, tokens: u64, needed: u64 },
     #[error("{} became shorter while it was in use", path.display())]
@@ -146,6 +152,11 @@ impl Error {
             Self::TooDeep { .. } => "look for a link that leads back to a folder above it".into(),
             Self::Empty { .. } => "check how it was made or copied".into(),
             Self::SequenceZero => "set data.sequence to the tokens of one sample, for example 256".into(),
+            Self::NoRoom { taken, .. } => format!("set data.sequence to more than {taken}"),
+            Self::NoDocuments { .. } => {
+                "leave data.samples out; or name the text, as .txt, .jsonl or .parquet".into()
+            }
+            Self::Damaged { .. } => "remove it: it is made anew from the text".into(),
             Self::TooShort { tokens: 0 | 1, .. } => "add text".into(),
             Self::TooShort { tokens, .. } => {
                 format!("add text, or set data.sequence to at most {}", tokens - 1)

@@ -13,6 +13,7 @@
 //! | `encode` | documents to one stream of tokens, on several threads, in bounded memory |
 //! | `prepare`, `stored` | the cached token file: when it is made, what it looks like |
 //! | `stream` | tokens in a row over one or more files, cut into windows |
+//! | `pieces` | documents as samples of their own, framed and padded |
 //! | `tensors`, `rows` | `.safetensors` files: the header, then one row a sample |
 //! | `masking` | which tokens are hidden from a model that learns to restore them |
 //! | `check` | the one pass that looks at every id before training starts |
@@ -36,6 +37,7 @@ mod inputs;
 mod masking;
 mod order;
 mod pictures;
+mod pieces;
 mod prepare;
 mod rows;
 mod source;

@@ -107,6 +107,14 @@ impl Tokenizer {
         }
     }
 
+    /// The id of a token, if there is such a token. Bytes have none but themselves.
+    pub(crate) fn id_of(&self, token: &str) -> Option<u32> {
+        match self {
+            Self::Bytes => None,
+            Self::File(file) => file.inner.token_to_id(token),
+        }
+    }
+
     /// The ids that stand for no piece of text (the mask among them), and those that do, each in order.
     pub(crate) fn special_and_ordinary(&self) -> (Vec<u32>, Vec<u32>) {
         let mut ids: Vec<u32> = match self {

@@ -18,6 +18,8 @@ pub enum EngineError {
     Plan(#[from] shoal_plan::PlanError),
     #[error(transparent)]
     Compile(#[from] shoal_plan::CompileError),
+    #[error("{instruction} moves something between devices or memories, which this engine does not do yet")]
+    Movement { instruction: String },
     #[error("step {step}: the {what} is {value}, not a finite number")]
     NotFinite { step: u64, what: &'static str, value: f64, checkpoint: Option<u64> },
     #[error("step {step}: none of the global batch's {samples} samples has a target to learn from")]
@@ -28,6 +30,8 @@ pub enum EngineError {
     OtherJob { path: PathBuf, difference: String },
     #[error("{path}: {what}")]
     BadRunFile { path: PathBuf, what: String },
+    #[error("{path}: {what}")]
+    BadReference { path: PathBuf, what: String, hint: &'static str },
 }
 
 impl From<shoal_kernels::MemoryError> for EngineError {
@@ -45,6 +49,7 @@ impl EngineError {
             EngineError::Program(error) => error.hint(),
             EngineError::Plan(error) => error.hint(),
             EngineError::Compile(_) => None,
+            EngineError::Movement { .. } => Some("plan the job for one device whose own memory holds it".into()),
             EngineError::NotFinite { checkpoint, .. } => Some(match checkpoint {
                 Some(step) => format!(
                     "the checkpoint of step {step} is intact; lower train.optimizer.lr or set clip_norm, then resume from it"
@@ -61,6 +66,7 @@ impl EngineError {
             EngineError::OtherJob { .. } => {
                 Some("choose another folder with checkpoint.to, or undo the change to resume this run".into())
             }
+            EngineError::BadReference { hint, .. } => Some((*hint).into()),
             EngineError::BadRunFile { .. } => Some("remove the file to start its record anew".into()),
         }
     }

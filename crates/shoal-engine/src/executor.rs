@@ -21,9 +21,9 @@ use shoal_model::{Chain, LayerKind, Retention};
 use shoal_nn::layer::{self, LossSink};
 use shoal_nn::{Call, Feed, Gradients, Parameters, Randomness, Saved, head};
 use shoal_plan::effects::Value;
-use shoal_plan::{Instruction, Keep, Op, Program, Purpose, Samples};
+use shoal_plan::{Instruction, Keep, Op, Program, Purpose, Samples, Tier};
 
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::state::{ModelState, write};
 
 /// An executor's [`Context`]. No method: that would borrow the sums, which instructions write meanwhile.
@@ -68,8 +68,22 @@ pub struct Executor {
 struct Loaded {
     inputs: Tensor,
     targets: Tensor,
+    /// Of samples that may be shorter than the sequence.
+    lengths: Option<Tensor>,
     /// Targets that count.
     count: u64,
+}
+
+impl Loaded {
+    /// The same samples for one more step.
+    fn share(&self) -> Loaded {
+        Loaded {
+            inputs: self.inputs.share(),
+            targets: self.targets.share(),
+            lengths: self.lengths.as_ref().map(Tensor::share),
+            count: self.count,
+        }
+    }
 }
 
 impl Executor {
@@ -149,8 +163,9 @@ impl Executor {
             // Instructions of a kind that stand together reach the device together: updates, because most tensors
             // are small, and what only computes, because it may be known already.
             let together = |like: fn(&Op) -> bool| rest.iter().take_while(|next| like(&next.op)).count();
-            rest = if matches!(instruction.op, Op::Update { .. }) {
-                let (updates, others) = rest.split_at(together(|op| matches!(op, Op::Update { .. })));
+            rest = if matches!(instruction.op, Op::Update { at: Tier::Device, .. }) {
+                let (updates, others) =
+                    rest.split_at(together(|op| matches!(op, Op::Update { at: Tier::Device, .. })));
                 self.update(&mut step, updates)?;
                 others
             } else if only_computes(&instruction.op) && step.training {
@@ -183,7 +198,18 @@ impl Executor {
             Op::Predict { layer, samples } => self.predict(step, layer, samples),
             Op::SumLoss => Ok(()),
             Op::GradientNorm => self.gradient_norm(),
-            Op::Update { .. } => unreachable!("updates are taken together"),
+            Op::Update { at: Tier::Device, .. } => unreachable!("updates are taken together"),
+            Op::Gather { .. }
+            | Op::Release { .. }
+            | Op::Send { .. }
+            | Op::Receive { .. }
+            | Op::Exchange { .. }
+            | Op::Offload { .. }
+            | Op::Restore { .. }
+            | Op::Reduce { .. }
+            | Op::Update { at: Tier::Host | Tier::Disk, .. } => {
+                Err(EngineError::Movement { instruction: instruction.to_string() })
+            }
         }
     }
 
@@ -199,21 +225,20 @@ impl Executor {
     }
 
     fn load(&mut self, step: &mut Step, samples: Samples) -> Result {
-        if let Some(Loaded { inputs, targets, count }) = self.held.get(&samples) {
-            let (inputs, targets, count) = (inputs.share(), targets.share(), *count);
-            step.outcome.targets += count;
-            step.put(Value::Inputs(samples), Stored::Tensor(inputs));
-            step.put(Value::Targets(samples), Stored::Tensor(targets));
-            return Ok(());
-        }
         let ahead = if self.ahead.0 == step.input.step { self.ahead.1.remove(&samples) } else { None };
-        let Loaded { inputs, targets, count } = match ahead.filter(|_| step.training) {
-            Some(loaded) => loaded,
-            None => self.read(step.input.batch, samples)?,
+        let loaded = match (self.held.get(&samples), ahead.filter(|_| step.training)) {
+            (Some(held), _) => held.share(),
+            (None, Some(ahead)) => ahead,
+            (None, None) => self.read(step.input.batch, samples)?,
         };
-        step.outcome.targets += count;
-        step.put(Value::Inputs(samples), Stored::Tensor(inputs));
-        step.put(Value::Targets(samples), Stored::Tensor(targets));
+        step.outcome.targets += loaded.count;
+        step.put(Value::Inputs(samples), Stored::Tensor(loaded.inputs));
+        step.put(Value::Targets(samples), Stored::Tensor(loaded.targets));
+        if let Some(lengths) = loaded.lengths {
+            for layer in self.chain.length_readers() {
+                step.put(Value::Lengths { layer, samples }, Stored::Tensor(lengths.share()));
+            }
+        }
         Ok(())
     }
 
@@ -223,19 +248,27 @@ impl Executor {
         let mut inputs = Tensor::new(arena, &format!("the inputs of {samples}"), elements)?;
         let mut target_ids = vec![0; samples.count() * self.chain.targets(self.sequence)];
         let mut targets = Tensor::new(arena, &format!("the targets of {samples}"), target_ids.len())?;
-        match self.chain.image {
-            Some(_) => write(device, &mut inputs, |out| {
+        let mut lengths = None;
+        if self.chain.image.is_some() {
+            write(device, &mut inputs, |out| {
                 batch.read(samples.range(), Inputs::Images(out), &mut target_ids)
-            })?,
-            None => {
-                let mut tokens = vec![0; elements];
-                batch.read(samples.range(), Inputs::Tokens(&mut tokens), &mut target_ids)?;
-                device.write_integers(&mut inputs, &tokens)?;
-            }
+            })?;
+        } else if self.chain.padded {
+            let (mut tokens, mut counts) = (vec![0; elements], vec![0; samples.count()]);
+            batch.read(samples.range(), Inputs::Padded(&mut tokens, &mut counts), &mut target_ids)?;
+            let fits = |count: &i32| (1..=self.sequence as i32).contains(count);
+            assert!(counts.iter().all(fits), "lengths of {counts:?} in sequences of {}", self.sequence);
+            device.write_integers(&mut inputs, &tokens)?;
+            let room = Tensor::new(arena, &format!("the lengths of {samples}"), counts.len())?;
+            device.write_integers(lengths.insert(room), &counts)?;
+        } else {
+            let mut tokens = vec![0; elements];
+            batch.read(samples.range(), Inputs::Tokens(&mut tokens), &mut target_ids)?;
+            device.write_integers(&mut inputs, &tokens)?;
         }
         device.write_integers(&mut targets, &target_ids)?;
         let count = target_ids.iter().filter(|target| **target >= 0).count() as u64;
-        Ok(Loaded { inputs, targets, count })
+        Ok(Loaded { inputs, targets, lengths, count })
     }
 
     /// Reads what the program loads, for the step after this one.
@@ -255,6 +288,10 @@ impl Executor {
         match self.chain.layers[layer].kind {
             LayerKind::Embedding(_) => Feed::Tokens(step.take_tensor(Value::Inputs(samples))),
             LayerKind::Patches(_) => Feed::Images(step.take_tensor(Value::Inputs(samples))),
+            LayerKind::Block(_) if self.chain.takes_lengths(layer) => {
+                let hidden = self.take_inputs(step, layer, samples).remove(0);
+                Feed::Padded(hidden, step.take_tensor(Value::Lengths { layer, samples }))
+            }
             LayerKind::Block(_) | LayerKind::Convolution(_) | LayerKind::Join(_) => {
                 let mut inputs = self.take_inputs(step, layer, samples);
                 match inputs.len() {
@@ -478,7 +515,7 @@ impl Executor {
         let settings = step.input.optimizer.expect("a training program comes with an optimizer");
         let mut wanted = vec![false; self.state.tensors.len()];
         for instruction in updates {
-            if let Op::Update { tensor } = instruction.op {
+            if let Op::Update { tensor, .. } = instruction.op {
                 wanted[tensor] = true;
             }
         }

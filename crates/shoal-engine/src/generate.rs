@@ -76,7 +76,7 @@ impl Generator {
         // One prompt at a time where they are long: memory stays small and nothing is lost.
         let micro_batch = (2048 / length).clamp(1, samples);
         let plan = table(chain, shape, &self.offer, micro_batch, Activations::Keep, false);
-        let program = compile(&plan, chain, Purpose::Predict)?;
+        let program = compile(&plan, chain, Purpose::Predict)?.remove(0);
         verify(&program, &plan, chain, Purpose::Predict)?;
         self.executor.set_sequence(length);
         let batch = Prompts { tokens, length };

@@ -1,8 +1,9 @@
 //! Comparison with a reference implementation. A golden folder is a Hugging Face model (or a
 //! convolutional one with torchvision's names, described by `shape.json`) with
 //! `expected.safetensors` (input, labels, logits, loss, grad.NAME, batch0.. as made by the reference) and
-//! `losses.json` (losses and gradient norms of AdamW steps over those batches). The tests run it on the
-//! small models they ship; `shoal verify DIR` on any other.
+//! `losses.json` (losses and gradient norms of AdamW steps over those batches). Samples that are padded at their
+//! end have an `attention_mask` beside their input: ones, then zeros. The tests run it on the small models they
+//! ship; `shoal verify DIR` on any other.
 
 use std::ops::Range;
 use std::path::Path;
@@ -147,6 +148,8 @@ struct Rows {
     samples: usize,
     sequence: usize,
     given: Given,
+    /// How many of each sample's positions count, where not all do.
+    lengths: Option<Vec<i32>>,
     targets: Vec<i32>,
 }
 
@@ -156,7 +159,19 @@ impl Rows {
         let cut = |rows: &[i32]| rows.chunks(self.sequence).flat_map(|row| row[..length].to_vec()).collect();
         let Given::Tokens(tokens) = &self.given else { panic!("an image has no beginning") };
         let given = Given::Tokens(cut(tokens));
-        Rows { samples: self.samples, sequence: length, given, targets: cut(&self.targets) }
+        let lengths =
+            self.lengths.as_ref().map(|all| all.iter().map(|own| (*own).min(length as i32)).collect());
+        Rows { samples: self.samples, sequence: length, given, lengths, targets: cut(&self.targets) }
+    }
+
+    /// Of logits at every position, those at positions that count: what stands at padding is nobody's affair, and
+    /// the reference's is another than ours.
+    fn counting(&self, logits: &[f32]) -> Vec<f32> {
+        let Some(lengths) = &self.lengths else { return logits.to_vec() };
+        let samples = logits.chunks(logits.len() / self.samples).zip(lengths);
+        let counts =
+            |(all, length): (&[f32], &i32)| all[..all.len() / self.sequence * *length as usize].to_vec();
+        samples.flat_map(counts).collect()
     }
 
     /// What samples have of something that all of them have equally much of.
@@ -168,9 +183,14 @@ impl Rows {
 
 impl Batch for Rows {
     fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result {
-        match &self.given {
-            Given::Tokens(tokens) => inputs.tokens().copy_from_slice(self.part(&samples, tokens)),
-            Given::Images(images) => inputs.images().copy_from_slice(self.part(&samples, images)),
+        match (&self.given, &self.lengths) {
+            (Given::Tokens(tokens), Some(all)) => {
+                let (room, lengths) = inputs.padded();
+                room.copy_from_slice(self.part(&samples, tokens));
+                lengths.copy_from_slice(self.part(&samples, all));
+            }
+            (Given::Tokens(tokens), None) => inputs.tokens().copy_from_slice(self.part(&samples, tokens)),
+            (Given::Images(images), _) => inputs.images().copy_from_slice(self.part(&samples, images)),
         }
         targets.copy_from_slice(self.part(&samples, &self.targets));
         Ok(())
@@ -210,6 +230,71 @@ impl Expected<'_> {
         Ok(words.map(|bytes| i64::from_le_bytes(*bytes) as i32).collect())
     }
 
+    fn has(&self, name: &str) -> bool {
+        self.file.tensor(name).is_ok()
+    }
+
+    /// Small whole numbers, whichever type they are stored as.
+    fn flags(&self, name: &str) -> Result<Vec<i64>> {
+        let view = self.file.tensor(name).map_err(|error| self.bad(format!("{name}: {error}")))?;
+        let data = view.data();
+        Ok(match view.dtype() {
+            Dtype::I64 => data.as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect(),
+            Dtype::I32 => {
+                data.as_chunks().0.iter().map(|bytes| i64::from(i32::from_le_bytes(*bytes))).collect()
+            }
+            Dtype::U8 | Dtype::BOOL => data.iter().map(|byte| i64::from(*byte)).collect(),
+            other => return Err(self.bad(format!("{name} is {other:?}, not integers"))),
+        })
+    }
+
+    /// How long the samples are, from a mask of ones and then zeros each.
+    fn lengths(&self, name: &str, samples: usize, sequence: usize) -> Result<Vec<i32>> {
+        let refuse = |what: String, hint| EngineError::BadReference { path: self.path.into(), what, hint };
+        let shape = self.shape(name)?;
+        if shape != [samples, sequence] {
+            let what = format!("{name} has the shape {shape:?}, its input {:?}", [samples, sequence]);
+            return Err(refuse(what, "a mask has a number for each token"));
+        }
+        let length_of = |(sample, mask): (usize, &[i64])| {
+            let ones = mask.iter().take_while(|flag| **flag == 1).count();
+            if ones == 0 || mask[ones..].iter().any(|flag| *flag != 0) {
+                let what = format!("{name} is not ones and then zeros in sample {sample}");
+                return Err(refuse(what, "samples are padded at their end, and have at least one token"));
+            }
+            Ok(ones as i32)
+        };
+        self.flags(name)?.chunks(sequence).enumerate().map(length_of).collect()
+    }
+
+    /// Every token is of the first type here.
+    fn refuse_types(&self, name: &str) -> Result {
+        if self.has(name) && self.flags(name)?.iter().any(|kind| *kind != 0) {
+            let what = format!("{name} is not all zeros");
+            let hint = "every token is of the first type here: leave token_type_ids out";
+            return Err(EngineError::BadReference { path: self.path.into(), what, hint });
+        }
+        Ok(())
+    }
+
+    /// Targets at padding would have to be predicted from what is not there.
+    fn refuse_padded_targets(
+        &self,
+        labels: &str,
+        sequence: usize,
+        lengths: &[i32],
+        targets: &[i32],
+    ) -> Result {
+        let counts =
+            |(length, own): (&i32, &[i32])| own[*length as usize..].iter().any(|target| *target >= 0);
+        if lengths.iter().zip(targets.chunks(sequence)).any(counts) {
+            let what = format!("{labels} has labels at padding");
+            let hint = "set labels to -100 where the attention_mask is 0";
+            return Err(EngineError::BadReference { path: self.path.into(), what, hint });
+        }
+        Ok(())
+    }
+
     fn rows(&self, chain: &Chain, prefix: &str) -> Result<Rows> {
         let (input, labels) = (format!("{prefix}input"), format!("{prefix}labels"));
         let shape = self.shape(&input)?;
@@ -227,13 +312,23 @@ impl Expected<'_> {
             Some(_) => Given::Images(self.floats(&input)?),
             None => Given::Tokens(self.integers(&input)?),
         };
-        Ok(Rows { samples, sequence, given, targets })
+        let mask = format!("{prefix}attention_mask");
+        let mut lengths = None;
+        if chain.image.is_none() {
+            self.refuse_types(&format!("{prefix}token_type_ids"))?;
+            if self.has(&mask) {
+                let found = self.lengths(&mask, samples, sequence)?;
+                self.refuse_padded_targets(&labels, sequence, &found, &targets)?;
+                lengths = Some(found);
+            }
+        }
+        Ok(Rows { samples, sequence, given, lengths, targets })
     }
 
     /// The reference's gradient of a tensor.
     fn gradient(&self, name: &str) -> Result<Vec<f32>> {
         let ours = format!("grad.{name}");
-        if self.file.tensor(&ours).is_ok() {
+        if self.has(&ours) {
             return self.floats(&ours);
         }
         self.floats(&format!("grad.{}", computed_name(name)))
@@ -281,7 +376,7 @@ pub fn check(dir: &Path, settings: GoldenSettings) -> Result<GoldenReport> {
     let read =
         |path: &Path| std::fs::read(path).map_err(|source| EngineError::File { path: path.into(), source });
     let bad = |file: &str, what: String| EngineError::BadRunFile { path: dir.join(file), what };
-    let (folder, chain) = open(dir)?;
+    let (folder, mut chain) = open(dir)?;
     let (expected_path, losses_path) = (dir.join("expected.safetensors"), dir.join("losses.json"));
     let bytes = read(&expected_path)?;
     let file =
@@ -298,18 +393,17 @@ pub fn check(dir: &Path, settings: GoldenSettings) -> Result<GoldenReport> {
         clip_norm: Some(1.0),
     };
     let first = expected.rows(&chain, "")?;
+    let batches = (0..).map(|index| format!("batch{index}."));
+    let batches = batches.take_while(|prefix| expected.has(&format!("{prefix}input")));
+    let batches = batches.map(|prefix| expected.rows(&chain, &prefix)).collect::<Result<Vec<Rows>>>()?;
+    let batches = if batches.is_empty() { vec![first.clone()] } else { batches };
+    chain.padded = batches.iter().chain([&first]).any(|rows| rows.lengths.is_some());
     let device = settings.device.open(settings.precision)?;
     let bench = Bench { chain: &chain, folder: &folder, optimizer: &optimizer, settings, device };
-    let (losses_found, norms_found, gradients) = {
-        let batches: Vec<Rows> =
-            (0..).map_while(|index| expected.rows(&chain, &format!("batch{index}.")).ok()).collect();
-        let batches = if batches.is_empty() { vec![first.clone()] } else { batches };
-        let gradients = bench.gradients(&first)?;
-        let (losses_found, norms_found) = bench.steps(&batches, losses.losses.len())?;
-        (losses_found, norms_found, gradients)
-    };
-    let logits = bench.logits(&first)?;
-    let expected_logits = expected.floats("logits")?;
+    let gradients = bench.gradients(&first)?;
+    let (losses_found, norms_found) = bench.steps(&batches, losses.losses.len())?;
+    let logits = first.counting(&bench.logits(&first)?);
+    let expected_logits = first.counting(&expected.floats("logits")?);
     let mut references = Vec::new();
     let trained = || chain.tensors.iter().filter(|spec| spec.running.is_none());
     for spec in trained() {
@@ -439,7 +533,7 @@ impl Bench<'_> {
         let cut = self.settings.micro_batch.filter(|_| !self.chain.has_batch_norm());
         let micro_batch = cut.unwrap_or(usize::MAX).min(rows.samples);
         let plan = table(self.chain, self.shape(rows), &self.offer(), micro_batch, Activations::Keep, false);
-        let program = compile(&plan, self.chain, Purpose::Predict)?;
+        let program = compile(&plan, self.chain, Purpose::Predict)?.remove(0);
         verify(&program, &plan, self.chain, Purpose::Predict)?;
         executor.set_sequence(rows.sequence);
         // The reference's logits are those of its training forward.

@@ -341,7 +341,7 @@ fn evaluation_program(training: &Plan, chain: &Chain, samples: usize) -> Result<
         optimizer_states: training.optimizer_states,
     };
     let plan = table(chain, shape, &offer, micro_batch, Activations::Keep, false);
-    let program = compile(&plan, chain, Purpose::Evaluate)?;
+    let program = compile(&plan, chain, Purpose::Evaluate)?.remove(0);
     verify(&program, &plan, chain, Purpose::Evaluate)?;
     Ok(program)
 }

@@ -25,7 +25,7 @@ fn gpu_cases() -> u64 {
     asked.map_or(GPU_CASES, |text| text.parse().expect("SHOAL_BUDGET_CASES is a number"))
 }
 
-/// Tokens, or grey images.
+/// Tokens, padded where they may be, or grey images.
 struct RandomSamples {
     vocabulary: usize,
 }
@@ -34,9 +34,16 @@ impl Batch for RandomSamples {
     fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result<(), EngineError> {
         let token = |place: usize| (mix64(place as u64) % self.vocabulary as u64) as i32;
         let first = samples.start * targets.len();
+        let each = targets.len() / samples.len();
+        let draw = |tokens: &mut [i32]| {
+            tokens.iter_mut().enumerate().for_each(|(index, input)| *input = token(first + index));
+        };
         match inputs {
-            Inputs::Tokens(tokens) => {
-                tokens.iter_mut().enumerate().for_each(|(index, input)| *input = token(first + index));
+            Inputs::Tokens(tokens) => draw(tokens),
+            Inputs::Padded(tokens, lengths) => {
+                draw(tokens);
+                let length = |sample: usize| 1 + (mix64(sample as u64) % each as u64) as i32;
+                samples.zip(lengths).for_each(|(sample, to)| *to = length(sample));
             }
             Inputs::Images(images) => images.fill(0.25),
         }
@@ -148,8 +155,9 @@ fn run_case(
 ) {
     let config = case.config();
     let step = case.step(&config, precisions);
-    let chain = Chain::new(&config);
-    let label = format!("case {:#x}: {config:?}, {step:?}", case.0);
+    let padded = config.image.is_none() && case.pick(17, &[true, false]);
+    let chain = Chain { padded, ..Chain::new(&config) };
+    let label = format!("case {:#x}: {config:?}, padded {padded}, {step:?}", case.0);
     // From hardly anything to plenty, beside what the device needs for itself.
     let budget_bytes = workspace_bytes + (20_000.0 * 1.6f64.powi((fold(case.0, 12) % 20) as i32)) as u64;
     let offer = DeviceOffer { name: "test".into(), budget_bytes, workspace_bytes, rows_enough: 1 << 15 };

@@ -273,7 +273,7 @@ fn running_statistics_follow_the_batches() {
     // In the end an evaluation sees what training saw, but for the running variance's other divisor.
     train(&mut executor, &planned, 2..100, 0.0);
     let plan = table(&chain, shape(6), &offer(), 2, Activations::Keep, false);
-    let program = compile(&plan, &chain, Purpose::Evaluate).unwrap();
+    let program = compile(&plan, &chain, Purpose::Evaluate).unwrap().remove(0);
     let evaluated = executor.run(&program, &StepInput::evaluate(100, &Images)).unwrap().loss();
     assert!((evaluated / trained - 1.0).abs() < 0.05, "{evaluated} in evaluation, {trained} in training");
 }

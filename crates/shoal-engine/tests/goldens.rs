@@ -4,6 +4,8 @@
 
 use std::path::{Path, PathBuf};
 
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
 use shoal_engine::Replay;
 use shoal_engine::golden::{EXACT, GoldenDevice, GoldenReport, GoldenSettings, HALF_GRADIENT, check};
 use shoal_kernels::CudaDevice;
@@ -123,6 +125,12 @@ fn bert_agrees_with_transformers() {
     compare("bert");
 }
 
+/// Samples of several lengths, padded at their end.
+#[test]
+fn padded_bert_agrees_with_transformers() {
+    compare("bert-padded");
+}
+
 #[test]
 fn vit_agrees_with_transformers() {
     compare("vit");
@@ -166,6 +174,11 @@ fn bert_agrees_on_a_gpu() {
 }
 
 #[test]
+fn padded_bert_agrees_on_a_gpu() {
+    compare_on_gpu("bert-padded");
+}
+
+#[test]
 fn vit_agrees_on_a_gpu() {
     compare_on_gpu("vit");
 }
@@ -183,4 +196,54 @@ fn resnet_agrees_on_a_gpu() {
 #[test]
 fn inception_agrees_on_a_gpu() {
     compare_on_gpu("inception");
+}
+
+/// A copy of the padded BERT's folder in which one integer tensor is changed, or added with the shape of the input.
+fn changed(tensor: &str, change: impl Fn(&mut [i64])) -> tempfile::TempDir {
+    let (from, to) = (golden("bert-padded"), tempfile::tempdir().unwrap());
+    for file in ["config.json", "model.safetensors", "losses.json"] {
+        std::fs::copy(from.join(file), to.path().join(file)).unwrap();
+    }
+    let bytes = std::fs::read(from.join("expected.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let shape = file.tensor("input").unwrap().shape().to_vec();
+    let mut numbers: Vec<i64> = match file.tensor(tensor) {
+        Ok(view) => view.data().as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes)).collect(),
+        Err(_) => vec![0; shape.iter().product()],
+    };
+    change(&mut numbers);
+    let data: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+    let others = file.tensors().into_iter().filter(|(name, _)| name != tensor);
+    let own = TensorView::new(Dtype::I64, shape, &data).unwrap();
+    let all: Vec<(String, TensorView)> = others.chain([(tensor.to_owned(), own)]).collect();
+    safetensors::serialize_to_file(all, None, &to.path().join("expected.safetensors")).unwrap();
+    to
+}
+
+/// The samples' lengths are 24, 1, 17 and 9.
+#[test]
+fn a_mask_that_is_no_padding_is_refused_by_its_name() {
+    let settings = GoldenSettings {
+        micro_batch: None,
+        activations: None,
+        layer_first: false,
+        device: GoldenDevice::Cpu { threads: 2 },
+        precision: Precision::Fp32,
+        replay: Replay::Nothing,
+    };
+    let refused = |tensor: &str, change: fn(&mut [i64]), words: &str, hint: &str| {
+        let folder = changed(tensor, change);
+        let error = check(folder.path(), settings).expect_err("it was taken");
+        let (said, hinted) = (error.to_string(), error.hint().unwrap_or_default());
+        assert!(said.contains(tensor) && said.contains(words), "{said}");
+        assert!(hinted.contains(hint), "{hinted}");
+    };
+    refused("attention_mask", |mask| mask[3] = 0, "sample 0", "at their end");
+    refused("attention_mask", |mask| mask[24] = 0, "sample 1", "at least one token");
+    refused("batch1.attention_mask", |mask| mask[0] = 2, "ones and then zeros", "at their end");
+    refused("labels", |labels| labels[40] = 5, "at padding", "-100");
+    refused("token_type_ids", |types| types[7] = 1, "not all zeros", "token_type_ids");
+    // Types that say nothing are no obstacle.
+    let folder = changed("token_type_ids", |_| ());
+    assert!(check(folder.path(), settings).unwrap().agrees(Precision::Fp32));
 }

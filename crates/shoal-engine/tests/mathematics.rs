@@ -19,18 +19,28 @@ use shoal_plan::{
 
 const BUDGET_BYTES: u64 = 64 << 20;
 
-/// Random tokens or images; some targets are ignored.
+/// Random tokens or images; some targets are ignored. Where samples may be padded, most are.
 struct RandomBatch {
     vocabulary: usize,
 }
 
 impl Batch for RandomBatch {
     fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result<(), EngineError> {
-        let first = samples.start * (targets.len() / samples.len());
+        let each = targets.len() / samples.len();
+        let first = samples.start * each;
+        let draw_tokens = |tokens: &mut [i32]| {
+            for (place, token) in tokens.iter_mut().enumerate() {
+                *token = (mix64((first + place) as u64) % self.vocabulary as u64) as i32;
+            }
+        };
+        let mut counting = vec![each; samples.len()];
         match inputs {
-            Inputs::Tokens(tokens) => {
-                for (place, token) in tokens.iter_mut().enumerate() {
-                    *token = (mix64((first + place) as u64) % self.vocabulary as u64) as i32;
+            Inputs::Tokens(tokens) => draw_tokens(tokens),
+            Inputs::Padded(tokens, lengths) => {
+                draw_tokens(tokens);
+                for ((sample, length), counting) in samples.zip(lengths).zip(&mut counting) {
+                    *counting = length_of(sample, each);
+                    *length = *counting as i32;
                 }
             }
             Inputs::Images(images) => {
@@ -41,16 +51,23 @@ impl Batch for RandomBatch {
         for (place, target) in targets.iter_mut().enumerate() {
             let draw = mix64((first + place) as u64);
             // However unlucky the draw, the batch's first position counts.
-            let ignored = (draw >> 40).is_multiple_of(4) && first + place > 0;
+            let padding = place % each >= counting[place / each];
+            let ignored = padding || ((draw >> 40).is_multiple_of(4) && first + place > 0);
             *target = if ignored { -100 } else { ((draw >> 20) % self.vocabulary as u64) as i32 };
         }
         Ok(())
     }
 }
 
+/// How long a sample is that may be padded.
+fn length_of(sample: usize, sequence: usize) -> usize {
+    1 + (mix64(77 + sample as u64) % sequence as u64) as usize
+}
+
 #[derive(Clone, Debug)]
 struct Case {
     config: ModelConfig,
+    padded: bool,
     global_batch: usize,
     sequence: usize,
     micro_batch: usize,
@@ -61,7 +78,7 @@ struct Case {
 
 impl Case {
     fn chain(&self) -> Chain {
-        Chain::new(&self.config)
+        Chain { padded: self.padded, ..Chain::new(&self.config) }
     }
 
     fn plan(&self, micro_batch: usize, recompute: bool, layer_first: bool) -> (Plan, Program) {
@@ -80,7 +97,7 @@ impl Case {
         };
         let activations = if recompute { Activations::Recompute } else { Activations::Keep };
         let plan = table(&chain, shape, &offer, micro_batch, activations, layer_first);
-        let program = compile(&plan, &chain, Purpose::Train).unwrap();
+        let program = compile(&plan, &chain, Purpose::Train).unwrap().remove(0);
         verify(&program, &plan, &chain, Purpose::Train).unwrap();
         (plan, program)
     }
@@ -194,10 +211,11 @@ fn config() -> impl Strategy<Value = ModelConfig> {
 
 fn case() -> impl Strategy<Value = Case> {
     let shape = (1usize..6, prop_oneof![9 => 2usize..12, 1 => 65usize..80], 1usize..6);
-    (config(), shape, any::<[bool; 2]>(), 1usize..3).prop_map(|(config, shape, flags, threads)| {
+    (config(), shape, any::<[bool; 3]>(), 1usize..3).prop_map(|(config, shape, flags, threads)| {
         let (global_batch, sequence, micro_batch) = shape;
         let sequence = if config.image.is_some() { config.positions } else { sequence };
         Case {
+            padded: flags[2] && config.image.is_none(),
             config,
             global_batch,
             sequence,
@@ -300,12 +318,86 @@ proptest! {
 fn small_case() -> Case {
     Case {
         config: presets::preset("gpt2-tiny").unwrap(),
+        padded: false,
         global_batch: 2,
         sequence: 4,
         micro_batch: 1,
         recompute: false,
         layer_first: false,
         threads: 1,
+    }
+}
+
+/// One sample of a padded batch, without its padding.
+struct Alone {
+    batch: RandomBatch,
+    sample: usize,
+    /// Of the padded batch.
+    sequence: usize,
+}
+
+impl Batch for Alone {
+    fn read(&self, _: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result<(), EngineError> {
+        let (mut tokens, mut labels, mut length) = (vec![0; self.sequence], vec![0; self.sequence], [0]);
+        let room = Inputs::Padded(&mut tokens, &mut length);
+        self.batch.read(self.sample..self.sample + 1, room, &mut labels)?;
+        let length = length[0] as usize;
+        inputs.tokens().copy_from_slice(&tokens[..length]);
+        targets.copy_from_slice(&labels[..length]);
+        Ok(())
+    }
+}
+
+/// Padding is as good as nothing: a padded batch has the losses and gradients of its samples, each alone.
+#[test]
+fn padding_changes_nothing() {
+    for (seed, (causal, sequence, samples)) in
+        [(false, 11, 5), (false, 70, 4), (true, 9, 3), (false, 300, 2)].into_iter().enumerate()
+    {
+        let config = match causal {
+            true => presets::gpt2(31, 24, 2, 3, 300),
+            false => presets::bert(31, 24, 2, 3, 40, 300),
+        };
+        let whole = Case {
+            config,
+            padded: true,
+            global_batch: samples,
+            sequence,
+            micro_batch: 1 + seed % 2,
+            recompute: seed % 2 == 1,
+            layer_first: false,
+            threads: 2,
+        };
+        let mut executor = whole.executor(0.0, 0);
+        let padded = whole.run(&mut executor, &whole.own_plan().1, 0);
+        let found = gradients(&executor);
+        let (mut loss_sum, mut targets) = (0.0, 0);
+        let mut expected: Vec<Vec<f64>> = found.iter().map(|gradient| vec![0.0; gradient.len()]).collect();
+        for sample in 0..samples {
+            let length = length_of(sample, sequence);
+            let one =
+                Case { padded: false, global_batch: 1, micro_batch: 1, sequence: length, ..whole.clone() };
+            let batch = Alone { batch: RandomBatch { vocabulary: 31 }, sample, sequence };
+            let mut executor = one.executor(0.0, 0);
+            let settings = optimizer();
+            let outcome =
+                match executor.run(&one.own_plan().1, &StepInput::train(0, 5, 1e-3, &settings, &batch)) {
+                    Err(EngineError::NoTargets { .. }) => continue,
+                    outcome => outcome.unwrap(),
+                };
+            loss_sum += outcome.loss_sum;
+            targets += outcome.targets;
+            for (sum, gradient) in expected.iter_mut().zip(gradients(&executor)) {
+                let share = outcome.targets as f64 / padded.targets as f64;
+                sum.iter_mut().zip(&gradient).for_each(|(sum, g)| *sum += share * f64::from(*g));
+            }
+        }
+        assert_eq!(padded.targets, targets);
+        assert!((padded.loss_sum - loss_sum).abs() <= 1e-5 * loss_sum, "{} {loss_sum}", padded.loss_sum);
+        let expected: Vec<Vec<f32>> =
+            expected.iter().map(|sum| sum.iter().map(|value| *value as f32).collect()).collect();
+        let off = relative(&expected, &found);
+        assert!(off <= 1e-5, "{samples} samples of up to {sequence}: {off:e}");
     }
 }
 

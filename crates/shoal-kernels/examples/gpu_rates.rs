@@ -315,10 +315,11 @@ fn attention(device: &CudaDevice, by: &str) {
             format!("{what} {by}, {samples} x {heads} ({kv_heads}) x {sequence} x {head_size}{dropout}")
         };
         report_flops(device, &name("attention"), 2 * flops, || {
-            device.attention(shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
+            device.attention(shape, site, None, &qkv, &mut out, &mut logsumexp).unwrap();
         });
         report_flops(device, &name("backward"), 5 * flops, || {
             let of = AttentionBackward {
+                lengths: None,
                 qkv: &qkv,
                 out: &out,
                 logsumexp: &logsumexp,

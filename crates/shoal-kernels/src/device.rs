@@ -192,6 +192,14 @@ impl AttentionShape {
         self.samples * self.sequence
     }
 
+    /// # Panics
+    /// If there are lengths, but not one a sample.
+    pub(crate) fn assert_lengths(&self, lengths: Option<&Tensor>) {
+        if let Some(lengths) = lengths {
+            assert_eq!((lengths.element(), lengths.len()), (Element::F32, self.samples));
+        }
+    }
+
     /// How many keys, from the first on, a query sees.
     pub fn keys_seen(&self, query: usize) -> usize {
         if self.causal { query + 1 } else { self.sequence }
@@ -217,6 +225,8 @@ impl PatchShape {
 
 /// What the backward of attention reads and writes.
 pub struct AttentionBackward<'a> {
+    /// As the forward had them.
+    pub lengths: Option<&'a Tensor>,
     pub qkv: &'a Tensor,
     pub out: &'a Tensor,
     pub logsumexp: &'a Tensor,
@@ -231,6 +241,7 @@ impl AttentionBackward<'_> {
     /// If a length is not what the shape says.
     pub(crate) fn assert_fits(&self, shape: &AttentionShape) {
         let (joint, single) = (shape.rows() * shape.qkv_width(), shape.rows() * shape.query_width());
+        shape.assert_lengths(self.lengths);
         assert_eq!((self.qkv.len(), self.qkv_gradient.len()), (joint, joint));
         assert_eq!((self.out.len(), self.out_gradient.len()), (single, single));
         assert_eq!(self.logsumexp.len(), shape.rows() * shape.heads);
@@ -535,17 +546,20 @@ pub trait Device: Convolutional + Send + Sync {
     fn rotary(&self, shape: AttentionShape, table: &Tensor, inverse: bool, qkv: &mut Tensor) -> Result;
 
     /// Softmax attention. `logsumexp` (one for each row and head, in an order of the device's own) is what the
-    /// backward needs of the scores.
+    /// backward needs of the scores. `lengths`, an integer a sample in 1..=sequence, says how many of the sample's
+    /// rows count where not all do: no query sees a key past them, and queries past them get zeros.
     fn attention(
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
+        lengths: Option<&Tensor>,
         qkv: &Tensor,
         out: &mut Tensor,
         logsumexp: &mut Tensor,
     ) -> Result;
 
-    /// Gradients of queries, keys and values.
+    /// Gradients of queries, keys and values; those of rows past their sample's length are zero, whatever the gradient
+    /// of their output.
     fn attention_backward(
         &self,
         shape: AttentionShape,

@@ -17,8 +17,8 @@
 mod common;
 
 use common::{
-    Matrix, attention_shape, config, device, gelus, integers, margin, normal, rotary_table, side, tensor,
-    unwritten, whole,
+    Matrix, attention_shape, config, device, gelus, integers, lengths, margin, normal, rotary_table, side,
+    tensor, unwritten, whole,
 };
 use proptest::prelude::*;
 use shoal_kernels::convolutional::ColumnNorm;
@@ -358,24 +358,27 @@ proptest! {
     fn attention(
         shape in attention_shape(&[1, 3, 8, 17, 32, 64]),
         rate in prop::option::of(prop::sample::select(vec![0.1f32, 0.5])),
+        padded: bool,
         threads in 1usize..=3,
         seed: u64,
     ) {
         let device = device(threads);
         let dropout = rate.map(|rate| DropoutSite { rate, key: seed, step: None, first_sample: seed % 1000 });
+        let lengths = padded.then(|| integers(&device, &lengths(seed, &shape)));
+        let lengths = lengths.as_ref();
         let qkv = normal(seed, "qkv", shape.rows() * shape.qkv_width());
         let c = normal(seed, "c", shape.rows() * shape.query_width());
         let run = |qkv: &[f32]| {
             let mut out = unwritten(&device, c.len());
             let mut logsumexp = unwritten(&device, shape.rows() * shape.heads);
-            device.attention(shape, dropout, &tensor(&device, qkv), &mut out, &mut logsumexp).unwrap();
+            device.attention(shape, dropout, lengths, &tensor(&device, qkv), &mut out, &mut logsumexp).unwrap();
             (out, logsumexp)
         };
         let (out, logsumexp) = run(&qkv);
         let (mut delta, mut gradient) = (unwritten(&device, logsumexp.len()), unwritten(&device, qkv.len()));
         let (qkv_tensor, dout) = (tensor(&device, &qkv), tensor(&device, &c));
         device
-            .attention_backward(shape, dropout, AttentionBackward { qkv: &qkv_tensor, out: &out, logsumexp: &logsumexp, out_gradient: &dout, scratch: &mut delta, qkv_gradient: &mut gradient })
+            .attention_backward(shape, dropout, AttentionBackward { lengths, qkv: &qkv_tensor, out: &out, logsumexp: &logsumexp, out_gradient: &dout, scratch: &mut delta, qkv_gradient: &mut gradient })
             .unwrap();
 
         let width = shape.qkv_width();

@@ -284,6 +284,8 @@ pub struct Chain {
     pub causal: bool,
     /// The images that samples are; where there are none, samples are sequences of tokens.
     pub image: Option<ImageShape>,
+    /// Whether samples may be shorter than the sequence: each then comes with its length, for every block to see.
+    pub padded: bool,
 }
 
 impl Chain {
@@ -306,7 +308,17 @@ impl Chain {
             vocabulary: config.vocabulary,
             causal: config.causal,
             image: config.image,
+            padded: false,
         }
+    }
+
+    /// The layers that are told how long samples are.
+    pub fn length_readers(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.layers.len()).filter(|layer| self.takes_lengths(*layer))
+    }
+
+    pub fn takes_lengths(&self, layer: usize) -> bool {
+        self.padded && matches!(self.layers[layer].kind, LayerKind::Block(_))
     }
 
     /// Numbers of one sample as it comes in: its tokens, or its pixels. Each has four bytes.

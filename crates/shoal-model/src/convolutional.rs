@@ -347,6 +347,7 @@ impl Chain {
             vocabulary: config.classes,
             causal: false,
             image: Some(whole),
+            padded: false,
         }
     }
 

@@ -6,7 +6,7 @@ use shoal_kernels::device::Result;
 use shoal_kernels::{AttentionBackward, AttentionShape, DropoutSite, Linear, Mat, MatMut, Tensor};
 use shoal_model::{BlockSpec, NormPlace, Slot};
 
-use crate::layer::{Call, gelu};
+use crate::layer::{Call, Feed, gelu};
 use crate::norm::NormSite;
 use crate::parameters::{Gradients, Parameters};
 
@@ -16,8 +16,9 @@ const MLP_OUTPUT_SITE: u64 = 2;
 
 /// What a block keeps for its backward.
 pub struct BlockSaved {
-    /// The block's input.
+    /// The block's input, and how much of each sample counts where not all does.
     x: Tensor,
+    lengths: Option<Tensor>,
     attention_statistics: Tensor,
     /// Queries, keys and values, already turned.
     qkv: Tensor,
@@ -32,8 +33,11 @@ pub struct BlockSaved {
 }
 
 impl BlockSaved {
-    pub(crate) fn into_input(self) -> Tensor {
-        self.x
+    pub(crate) fn into_input(self) -> Feed {
+        match self.lengths {
+            Some(lengths) => Feed::Padded(self.x, lengths),
+            None => Feed::Hidden(self.x),
+        }
     }
 }
 
@@ -198,13 +202,16 @@ pub(crate) fn forward(
     call: &Call,
     parameters: &Parameters,
     x: Tensor,
+    lengths: Option<Tensor>,
     want_output: bool,
 ) -> Result<(BlockSaved, Option<Tensor>)> {
     let block = Block::new(spec, call, parameters);
     match spec.norm_place {
-        NormPlace::Before => block.forward_norms_before(x, want_output),
+        NormPlace::Before => block.forward_norms_before(x, lengths, want_output),
         // The last norm's statistics are among the backward's needs, and the output comes with them.
-        NormPlace::After => block.forward_norms_after(x).map(|(saved, output)| (saved, Some(output))),
+        NormPlace::After => {
+            block.forward_norms_after(x, lengths).map(|(saved, output)| (saved, Some(output)))
+        }
     }
 }
 
@@ -226,14 +233,19 @@ pub(crate) fn backward(
 
 /// `x + attention(norm(x))`, then the same with the MLP.
 impl Block<'_> {
-    fn forward_norms_before(&self, x: Tensor, want_output: bool) -> Result<(BlockSaved, Option<Tensor>)> {
+    fn forward_norms_before(
+        &self,
+        x: Tensor,
+        lengths: Option<Tensor>,
+        want_output: bool,
+    ) -> Result<(BlockSaved, Option<Tensor>)> {
         let (spec, call, parameters) = (self.spec, self.call, self.parameters);
         let device = call.device;
         let mut normed = call.rows_of("normed rows", spec.width)?;
         let mut attention_statistics = self.statistics()?;
         let input = self.width_rows(&x);
         self.attention_norm.forward(device, parameters, input, &mut attention_statistics, &mut normed)?;
-        let (qkv, attention, logsumexp) = self.attend(&normed)?;
+        let (qkv, attention, logsumexp) = self.attend(&normed, lengths.as_ref())?;
         let middle = self.attention_sum(&attention, &x)?;
 
         let mut mlp_statistics = self.statistics()?;
@@ -252,6 +264,7 @@ impl Block<'_> {
         let activated = activated.filter(|_| keeps);
         let saved = BlockSaved {
             x,
+            lengths,
             attention_statistics,
             qkv,
             attention,
@@ -271,7 +284,7 @@ impl Block<'_> {
         mut dy: Tensor,
     ) -> Result<Tensor> {
         let (spec, device, parameters) = (self.spec, self.call.device, self.parameters);
-        let BlockSaved { x, attention_statistics, qkv, attention, logsumexp, .. } = saved;
+        let BlockSaved { x, lengths, attention_statistics, qkv, attention, logsumexp, .. } = saved;
         let BlockSaved { middle, mlp_statistics, mlp, .. } = saved;
         // First the gradient of normed rows; a norm's backward then leaves the rows themselves there.
         let mut scratch = self.call.rows_of("scratch rows", spec.width)?;
@@ -284,8 +297,8 @@ impl Block<'_> {
         self.up_parameter_gradients(gradients, &ups, &scratch)?;
         drop((ups, middle, mlp_statistics));
 
-        let qkv_gradient =
-            self.attention_gradient(gradients, qkv, attention, logsumexp, &mut scratch, &dy)?;
+        let attended = Attended { lengths, qkv, attention, logsumexp };
+        let qkv_gradient = self.attention_gradient(gradients, attended, &mut scratch, &dy)?;
         self.qkv_input_gradient(&qkv_gradient, &mut scratch, false)?;
         let (norm, input) = (self.attention_norm, self.width_rows(&x));
         let to = (&mut dy, true);
@@ -297,11 +310,11 @@ impl Block<'_> {
 
 /// `norm(x + attention(x))`, then the same with the MLP.
 impl Block<'_> {
-    fn forward_norms_after(&self, x: Tensor) -> Result<(BlockSaved, Tensor)> {
+    fn forward_norms_after(&self, x: Tensor, lengths: Option<Tensor>) -> Result<(BlockSaved, Tensor)> {
         let (spec, call, parameters) = (self.spec, self.call, self.parameters);
         let device = call.device;
         let mut normed = call.rows_of("normed rows", spec.width)?;
-        let (qkv, attention, logsumexp) = self.attend(&x)?;
+        let (qkv, attention, logsumexp) = self.attend(&x, lengths.as_ref())?;
         let middle = self.attention_sum(&attention, &x)?;
         let mut attention_statistics = self.statistics()?;
         let input = self.width_rows(&middle);
@@ -318,6 +331,7 @@ impl Block<'_> {
         let activated = Some(activated).filter(|_| spec.keeps_activation(call.precision));
         let saved = BlockSaved {
             x,
+            lengths,
             attention_statistics,
             qkv,
             attention,
@@ -337,7 +351,7 @@ impl Block<'_> {
         mut dy: Tensor,
     ) -> Result<Tensor> {
         let (spec, device, parameters) = (self.spec, self.call.device, self.parameters);
-        let BlockSaved { x, attention_statistics, qkv, attention, logsumexp, .. } = saved;
+        let BlockSaved { x, lengths, attention_statistics, qkv, attention, logsumexp, .. } = saved;
         let BlockSaved { middle, mlp_statistics, mlp, last, .. } = saved;
         let last = last.expect("norms that come after keep what the last one normed");
         let mut scratch = self.call.rows_of("scratch rows", spec.width)?;
@@ -358,12 +372,20 @@ impl Block<'_> {
         self.up_parameter_gradients(gradients, &ups, &scratch)?;
         drop((ups, middle, attention_statistics));
 
-        let qkv_gradient =
-            self.attention_gradient(gradients, qkv, attention, logsumexp, &mut scratch, &dy)?;
+        let attended = Attended { lengths, qkv, attention, logsumexp };
+        let qkv_gradient = self.attention_gradient(gradients, attended, &mut scratch, &dy)?;
         self.qkv_input_gradient(&qkv_gradient, &mut dy, true)?;
         self.qkv_parameter_gradients(gradients, &qkv_gradient, &x)?;
         Ok(dy)
     }
+}
+
+/// What the backward of the attention reads.
+struct Attended {
+    lengths: Option<Tensor>,
+    qkv: Tensor,
+    attention: Tensor,
+    logsumexp: Tensor,
 }
 
 /// The gradient of a projection's output, and the projection's slots.
@@ -376,7 +398,7 @@ impl Block<'_> {
     }
 
     /// Queries, keys and values of the rows, and their attention with its sums.
-    fn attend(&self, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
+    fn attend(&self, x: &Tensor, lengths: Option<&Tensor>) -> Result<(Tensor, Tensor, Tensor)> {
         let (spec, call, rows) = (self.spec, self.call, self.rows);
         let device = call.device;
         let mut qkv = call.rows_of("queries, keys and values", spec.qkv_width())?;
@@ -391,7 +413,8 @@ impl Block<'_> {
         }
         let mut attention = call.rows_of("attention", spec.query_width())?;
         let mut logsumexp = call.float_rows_of("attention sums", spec.heads)?;
-        device.attention(self.shape, self.attention_dropout(), &qkv, &mut attention, &mut logsumexp)?;
+        let site = self.attention_dropout();
+        device.attention(self.shape, site, lengths, &qkv, &mut attention, &mut logsumexp)?;
         Ok((qkv, attention, logsumexp))
     }
 
@@ -521,9 +544,7 @@ impl Block<'_> {
     fn attention_gradient(
         &self,
         gradients: &mut Gradients,
-        qkv: Tensor,
-        attention: Tensor,
-        logsumexp: Tensor,
+        Attended { lengths, qkv, attention, logsumexp }: Attended,
         scratch: &mut Tensor,
         dy: &Tensor,
     ) -> Result<Tensor> {
@@ -547,6 +568,7 @@ impl Block<'_> {
             self.shape,
             self.attention_dropout(),
             AttentionBackward {
+                lengths: lengths.as_ref(),
                 qkv: &qkv,
                 out: &attention,
                 logsumexp: &logsumexp,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use shoal_kernels::device::Result;
 use shoal_kernels::random::fold;
 use shoal_kernels::{Device, DropoutSite, Element, Gelu, Tensor};
-use shoal_model::{Activation, LayerKind, Precision, Retention};
+use shoal_model::{Activation, BlockSpec, LayerKind, Precision, Retention};
 
 use crate::block::BlockSaved;
 use crate::convolution::{Begun, BegunBackward, ConvolutionSaved, Groups};
@@ -93,6 +93,8 @@ pub enum Feed {
     Tokens(Tensor),
     Images(Tensor),
     Hidden(Tensor),
+    /// Rows of samples that may be padded, and the samples' lengths.
+    Padded(Tensor, Tensor),
     /// Several branches' outputs: to be added, or put side by side.
     Joined(Vec<Tensor>),
     /// What its own forward began with, and another branch's output where it joins one.
@@ -177,13 +179,10 @@ pub fn forward(
             Ok((Some(output), saved))
         }
         (LayerKind::Block(spec), Feed::Hidden(x)) => {
-            let (saved, output) = block::forward(spec, call, parameters, x, true)?;
-            let saved = match retention {
-                Retention::Saved => Some(Saved::Block(saved.into())),
-                Retention::Input => Some(Saved::Input(Feed::Hidden(saved.into_input()))),
-                Retention::Nothing => None,
-            };
-            Ok((output, saved))
+            forward_block(spec, call, parameters, x, None, retention)
+        }
+        (LayerKind::Block(spec), Feed::Padded(x, lengths)) => {
+            forward_block(spec, call, parameters, x, Some(lengths), retention)
         }
         (LayerKind::Convolution(spec), feed) => {
             let (saved, output) = match feed {
@@ -237,6 +236,23 @@ pub fn forward(
     }
 }
 
+fn forward_block(
+    spec: &BlockSpec,
+    call: &Call,
+    parameters: &Parameters,
+    x: Tensor,
+    lengths: Option<Tensor>,
+    retention: Retention,
+) -> Result<(Option<Tensor>, Option<Saved>)> {
+    let (saved, output) = block::forward(spec, call, parameters, x, lengths, true)?;
+    let saved = match retention {
+        Retention::Saved => Some(Saved::Block(saved.into())),
+        Retention::Input => Some(Saved::Input(saved.into_input())),
+        Retention::Nothing => None,
+    };
+    Ok((output, saved))
+}
+
 /// Makes everything the backward reads from the layer's input.
 pub fn recompute(
     kind: &LayerKind,
@@ -247,7 +263,11 @@ pub fn recompute(
 ) -> Result<Saved> {
     match (kind, saved) {
         (LayerKind::Block(spec), Saved::Input(Feed::Hidden(x))) => {
-            let (saved, _) = block::forward(spec, call, parameters, x, false)?;
+            let (saved, _) = block::forward(spec, call, parameters, x, None, false)?;
+            Ok(Saved::Block(saved.into()))
+        }
+        (LayerKind::Block(spec), Saved::Input(Feed::Padded(x, lengths))) => {
+            let (saved, _) = block::forward(spec, call, parameters, x, Some(lengths), false)?;
             Ok(Saved::Block(saved.into()))
         }
         (LayerKind::Head(spec), Saved::Input(Feed::HiddenAndTargets(x, targets))) => {

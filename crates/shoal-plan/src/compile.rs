@@ -132,7 +132,13 @@ impl Linker {
             self.follow(id, &op, layout, device, &mut after);
             after.sort_unstable();
             after.dedup();
-            instructions.push(Instruction { id, op, lane: lane(&op, layout), after, ahead: id - from as u32 });
+            instructions.push(Instruction {
+                id,
+                op,
+                lane: lane(&op, layout),
+                after,
+                ahead: id - from as u32,
+            });
         }
         instructions
     }

@@ -18,6 +18,12 @@ pub enum Value {
     /// Tokens or images, as they come in.
     Inputs(Samples),
     Targets(Samples),
+    /// How long samples are that may be shorter than the sequence, for one of the layers that are told: a load makes
+    /// one for each.
+    Lengths {
+        layer: usize,
+        samples: Samples,
+    },
     /// A layer's output, for one of the layers that take it: where branches part, a forward makes several. Where
     /// that layer is cut differently, each piece is a value.
     Activation {
@@ -116,6 +122,9 @@ impl fmt::Display for Value {
         match self {
             Value::Inputs(samples) => write!(f, "the inputs of {samples}"),
             Value::Targets(samples) => write!(f, "the targets of {samples}"),
+            Value::Lengths { layer, samples } => {
+                write!(f, "the lengths of {samples} for layer {layer}")
+            }
             Value::Activation { layer, reader, samples } if *reader == layer + 1 => {
                 write!(f, "the output of layer {layer}, {samples}")
             }
@@ -204,9 +213,11 @@ impl Of<'_> {
 
     /// What a layer takes from another, in the pieces in which it comes.
     fn taken(&self, layer: usize, from: usize, samples: Samples) -> impl Iterator<Item = Value> + '_ {
-        self.layout
-            .pieces(from, samples)
-            .map(move |(samples, _)| Value::Activation { layer: from, reader: layer, samples })
+        self.layout.pieces(from, samples).map(move |(samples, _)| Value::Activation {
+            layer: from,
+            reader: layer,
+            samples,
+        })
     }
 
     /// What a layer is fed first: the step's inputs, or the first of the layers whose outputs it takes.
@@ -217,10 +228,11 @@ impl Of<'_> {
         }
     }
 
-    /// The other outputs it takes; the last layer also the targets.
+    /// The other outputs it takes; some layers also the samples' lengths, the last also the targets.
     fn other_feed(&self, layer: usize, samples: Samples) -> Vec<Value> {
         let others = self.layout.chain.layers[layer].inputs.iter().skip(1);
         let mut feed: Vec<Value> = others.flat_map(|from| self.taken(layer, *from, samples)).collect();
+        feed.extend(self.layout.chain.takes_lengths(layer).then_some(Value::Lengths { layer, samples }));
         feed.extend((layer == self.last()).then_some(Value::Targets(samples)));
         feed
     }
@@ -366,6 +378,8 @@ impl Of<'_> {
             effects.makes.push(Value::Targets(samples));
             effects.adds_to.push(Sum::TargetCount);
         }
+        let told = self.layout.told_lengths(self.device, samples);
+        effects.makes.extend(told.map(|layer| Value::Lengths { layer, samples }));
         effects
     }
 
@@ -374,8 +388,7 @@ impl Of<'_> {
             Pass::Update => self.layout.owned(layer),
             Pass::Forward | Pass::Backward | Pass::Step => self.layout.tensors(layer),
         };
-        let mut effects =
-            Effects { establishes: Some(Fact::Gathered { layer, pass }), ..Effects::default() };
+        let mut effects = Effects { establishes: Some(Fact::Gathered { layer, pass }), ..Effects::default() };
         let held = tensors.iter().flat_map(|tensor| {
             let held = self.layout.held(*tensor, self.device).iter();
             held.map(|held| (*tensor, held.holder.tier()))
@@ -447,7 +460,12 @@ impl Of<'_> {
                     pieces.map(|(samples, _)| Value::Gradient { layer: *from, reader: layer, samples })
                 })
                 .collect(),
-            adds_to: self.layout.tensors(layer).iter().map(|tensor| Sum::Gradient { tensor: *tensor }).collect(),
+            adds_to: self
+                .layout
+                .tensors(layer)
+                .iter()
+                .map(|tensor| Sum::Gradient { tensor: *tensor })
+                .collect(),
             ..Effects::default()
         };
         self.reading(layer, true, effects)

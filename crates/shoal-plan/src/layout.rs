@@ -177,6 +177,19 @@ impl<'a> Layout<'a> {
         (share.samples == samples && share.device == device).then_some(*share)
     }
 
+    /// Layers that the device computes for just these samples and that are told how long they are.
+    pub fn told_lengths(&self, device: usize, samples: Samples) -> impl Iterator<Item = usize> + '_ {
+        self.chain.length_readers().filter(move |layer| self.share(device, *layer, samples).is_some())
+    }
+
+    /// Whether a device brings something of just these samples in: inputs, targets or lengths.
+    pub fn loads(&self, device: usize, samples: Samples) -> bool {
+        let last = self.layers.len() - 1;
+        self.share(device, 0, samples).is_some()
+            || self.share(device, last, samples).is_some()
+            || self.told_lengths(device, samples).next().is_some()
+    }
+
     pub fn readers(&self, layer: usize) -> &[usize] {
         &self.layers[layer].readers
     }
@@ -273,9 +286,10 @@ impl<'a> Layout<'a> {
     fn brought(&self, tensors: &[usize], wants: impl Fn(usize, Residence) -> bool) -> Option<Group> {
         let (mut givers, mut receivers, mut tier) = (Vec::new(), Vec::new(), Tier::Device);
         for tensor in tensors.iter().map(|tensor| &self.tensors[*tensor]) {
-            let lacking = tensor.copies.iter().filter(|(device, residence)| {
-                wants(*device, *residence) && !tensor.is_whole(*device)
-            });
+            let lacking = tensor
+                .copies
+                .iter()
+                .filter(|(device, residence)| wants(*device, *residence) && !tensor.is_whole(*device));
             let before = receivers.len();
             receivers.extend(lacking.map(|(device, _)| *device));
             if receivers.len() > before {

@@ -78,7 +78,9 @@ impl Meetings {
             meeting.members.iter().map(|(program, _)| programs[*program].device).collect();
         there.sort_unstable();
         let mut expected: Vec<usize> = match instruction.op {
-            Op::Send { to: other, .. } | Op::Receive { from: other, .. } => vec![device.min(other), device.max(other)],
+            Op::Send { to: other, .. } | Op::Receive { from: other, .. } => {
+                vec![device.min(other), device.max(other)]
+            }
             Op::Gather { layer, pass } => {
                 layout.gather(layer, pass).map(|group| group.devices.clone()).unwrap_or_default()
             }

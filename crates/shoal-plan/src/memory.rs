@@ -227,6 +227,8 @@ struct Walk<'a> {
     precision: Precision,
     /// How many of the layers that take an output still have it: the last to let go releases its bytes.
     readers: HashMap<(usize, Samples), usize>,
+    /// How many of the layers that are told samples' lengths still have them, likewise.
+    length_readers: HashMap<Samples, usize>,
     /// Pieces of a layer's output that one reader has for itself: received, cut from a larger one, put together from
     /// smaller ones, or back from the host.
     own: HashSet<(usize, usize, Samples)>,
@@ -248,6 +250,7 @@ impl<'a> Walk<'a> {
             sequence: layout.plan.sequence,
             precision: layout.plan.precision,
             readers: HashMap::new(),
+            length_readers: HashMap::new(),
             own: HashSet::new(),
             partial: HashSet::new(),
             host: 0,
@@ -264,13 +267,16 @@ impl<'a> Walk<'a> {
         self.chain.layers[layer].kind.output_bytes(samples.count(), self.sequence, self.precision)
     }
 
-    /// Bytes of a new output: one for all readers that take it whole, and one for each that takes a piece.
-    fn hand_on(&mut self, layer: usize, samples: Samples) -> u64 {
+    /// Bytes of a new output: one for all readers that take it whole, and one for each that takes a piece. Those of the
+    /// pieces are also given apart: they are made while there is a whole.
+    fn hand_on(&mut self, layer: usize, samples: Samples) -> (u64, u64) {
         let layout = self.layout;
         let (mut whole, mut bytes) = (0, 0);
+        let only = layout.readers(layer).len() == 1;
         for reader in layout.readers(layer) {
-            for (piece, _) in layout.pieces(*reader, samples) {
-                if piece == samples {
+            for (piece, to) in layout.pieces(*reader, samples) {
+                // What is sent while others read it is a copy: either may be done first.
+                if piece == samples && (to == self.device || only) {
                     whole += 1;
                 } else {
                     self.own.insert((layer, *reader, piece));
@@ -280,9 +286,9 @@ impl<'a> Walk<'a> {
         }
         if whole > 0 {
             self.readers.insert((layer, samples), whole);
-            bytes += self.output(layer, samples);
+            return (bytes + self.output(layer, samples), bytes);
         }
-        bytes
+        (bytes, bytes)
     }
 
     /// Bytes of pieces that are made beside a whole output.
@@ -379,7 +385,9 @@ impl<'a> Walk<'a> {
     /// Bytes of a layer's gathered parameters.
     fn gathered(&self, layer: usize, pass: Pass) -> u64 {
         let layout = self.layout;
-        if pass == Pass::Update || !layout.gather(layer, pass).is_some_and(|group| group.receives(self.device)) {
+        if pass == Pass::Update
+            || !layout.gather(layer, pass).is_some_and(|group| group.receives(self.device))
+        {
             return 0;
         }
         let fetched = layout.tensors(layer).iter().filter(|tensor| {
@@ -387,6 +395,27 @@ impl<'a> Walk<'a> {
                 && !layout.holds_whole(**tensor, self.device)
         });
         fetched.map(|tensor| copy_bytes(layout, self.device, *tensor)).sum()
+    }
+
+    /// Bytes of new samples' lengths, which all layers that are told share.
+    fn load_lengths(&mut self, samples: Samples) -> u64 {
+        match self.layout.told_lengths(self.device, samples).count() {
+            0 => 0,
+            readers => {
+                self.length_readers.insert(samples, readers);
+                allocation_bytes(samples.count())
+            }
+        }
+    }
+
+    /// Bytes released when a layer is done with samples' lengths, if it is told them.
+    fn let_go_of_lengths(&mut self, layer: usize, samples: Samples) -> u64 {
+        if !self.chain.takes_lengths(layer) {
+            return 0;
+        }
+        let left = self.length_readers.get_mut(&samples).expect("lengths are loaded before they are read");
+        *left -= 1;
+        if *left > 0 { 0 } else { allocation_bytes(samples.count()) }
     }
 
     /// Bytes of the outputs that a layer takes, whoever else does.
@@ -421,9 +450,7 @@ impl<'a> Walk<'a> {
                 let begun = keep != Keep::Nothing && self.chain.batch_norm(layer).is_some();
                 self.put_together(layer, self.later_inputs(layer, usize::from(begun)), samples)
             }
-            Op::Predict { layer, samples } => {
-                self.put_together(layer, self.later_inputs(layer, 0), samples)
-            }
+            Op::Predict { layer, samples } => self.put_together(layer, self.later_inputs(layer, 0), samples),
             Op::BeginBackward { layer, samples } => self.put_gradients_together(layer, samples),
             Op::Backward { layer, samples } if self.chain.batch_norm(layer).is_none() => {
                 self.put_gradients_together(layer, samples)
@@ -459,7 +486,7 @@ impl<'a> Walk<'a> {
             Op::Load { samples } => {
                 let bytes = |per_sample: usize| allocation_bytes(samples.count() * per_sample);
                 let last = self.chain.layers.len() - 1;
-                let mut loaded = 0;
+                let mut loaded = self.load_lengths(samples);
                 if self.layout.share(self.device, 0, samples).is_some() {
                     loaded += bytes(self.chain.input_elements(self.sequence));
                 }
@@ -471,12 +498,13 @@ impl<'a> Walk<'a> {
             Op::Forward { layer, samples, keep } => {
                 let Footprint { input, saved, forward_peak, forward_lean_peak, .. } =
                     self.footprint(layer, samples);
-                let (output, cut) = (self.hand_on(layer, samples), self.cuts(layer, samples));
+                let (output, cut) = self.hand_on(layer, samples);
                 match keep {
                     Keep::All => Phase { peak: forward_peak + cut, gain: output + saved - input, loss: 0 },
                     Keep::Input => Phase { peak: forward_lean_peak + cut, gain: output, loss: 0 },
                     Keep::Nothing => {
-                        let loss = self.release_inputs(layer, samples, input);
+                        let lengths = self.let_go_of_lengths(layer, samples);
+                        let loss = self.release_inputs(layer, samples, input) + lengths;
                         Phase { peak: forward_lean_peak + cut, gain: output, loss }
                     }
                 }
@@ -490,7 +518,8 @@ impl<'a> Walk<'a> {
                 let merged = self.merged(layer, samples);
                 let (gradients, cut) = self.gradients_handed(layer, samples);
                 let partial = self.partial_gradients(layer);
-                let loss = self.release_inputs(layer, samples, saved) + output + merged;
+                let lengths = self.let_go_of_lengths(layer, samples);
+                let loss = self.release_inputs(layer, samples, saved) + output + merged + lengths;
                 let peak = partial + cut + backward_peak.saturating_sub(merged);
                 Phase { peak, gain: partial + gradients, loss }
             }
@@ -539,11 +568,9 @@ impl<'a> Walk<'a> {
                 Phase { peak: gain, gain, loss: 0 }
             }
             Op::Reduce { layer } => Phase { peak: 0, gain: 0, loss: self.reduced(layer) },
-            Op::CountTargets
-            | Op::Exchange { .. }
-            | Op::SumLoss
-            | Op::GradientNorm
-            | Op::Update { .. } => Phase::default(),
+            Op::CountTargets | Op::Exchange { .. } | Op::SumLoss | Op::GradientNorm | Op::Update { .. } => {
+                Phase::default()
+            }
         }
     }
 
@@ -552,11 +579,6 @@ impl<'a> Walk<'a> {
         let taken = self.taken(layer, samples);
         let chain = self.chain;
         bytes - taken + self.let_go(layer, &chain.layers[layer].inputs, samples)
-    }
-
-    /// Bytes of the pieces that a layer's forward cuts its output into.
-    fn cuts(&self, layer: usize, samples: Samples) -> u64 {
-        self.layout.readers(layer).iter().map(|reader| self.cut(*reader, samples, layer)).sum()
     }
 
     /// Bytes of the input that a layer is made again from: the first of those it takes.
@@ -586,7 +608,7 @@ impl<'a> Walk<'a> {
                     Keep::Input => bytes.forward_lean,
                     Keep::Nothing => bytes.evaluate,
                 };
-                let (output, cut) = (self.hand_on(layer, samples), self.cuts(layer, samples));
+                let (output, cut) = self.hand_on(layer, samples);
                 let mut loss = loss + self.let_go(layer, others, samples);
                 if keep == Keep::Nothing {
                     loss += self.let_go(layer, x, samples);

@@ -8,6 +8,8 @@
 mod layered;
 mod pipelined;
 
+use std::collections::HashSet;
+
 use shoal_model::{Chain, LayerKind};
 
 use crate::layout::{Layout, Share};
@@ -92,15 +94,15 @@ impl Lists<'_> {
         self.layout.chain.layers.len()
     }
 
-    /// Each device's samples of the first and of the last layer, and the count of all targets.
+    /// What each device needs of its samples (inputs, targets, lengths), and the count of all targets.
     fn load(&mut self) {
-        let last = self.layers() - 1;
-        for share in self.layout.shares(0) {
-            self.push(share.device, Op::Load { samples: share.samples });
-        }
-        for share in self.layout.shares(last) {
-            if self.layout.share(share.device, 0, share.samples).is_none() {
-                self.push(share.device, Op::Load { samples: share.samples });
+        let (layout, last) = (self.layout, self.layers() - 1);
+        let mut loaded = HashSet::new();
+        for layer in [0].into_iter().chain(layout.chain.length_readers()).chain([last]) {
+            for share in layout.shares(layer) {
+                if loaded.insert((share.device, share.samples)) {
+                    self.push(share.device, Op::Load { samples: share.samples });
+                }
             }
         }
         if self.purpose != Purpose::Predict {

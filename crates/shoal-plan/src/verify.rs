@@ -161,7 +161,7 @@ fn is_planned(op: &Op, layout: &Layout, device: usize) -> bool {
     let last = layout.chain.layers.len() - 1;
     let shares = |layer, samples| layout.share(device, layer, samples).is_some();
     match *op {
-        Op::Load { samples } => shares(0, samples) || shares(last, samples),
+        Op::Load { samples } => layout.loads(device, samples),
         Op::Begin { layer, samples }
         | Op::BeginBackward { layer, samples }
         | Op::Forward { layer, samples, .. }
@@ -176,9 +176,7 @@ fn is_planned(op: &Op, layout: &Layout, device: usize) -> bool {
         Op::Exchange { layer, group, .. } => {
             layout.exchange(layer, group).is_some_and(|group| group.has(device))
         }
-        Op::Update { tensor, at } => {
-            layout.held(tensor, device).iter().any(|held| held.holder.tier() == at)
-        }
+        Op::Update { tensor, at } => layout.held(tensor, device).iter().any(|held| held.holder.tier() == at),
         // Values that are used up must have been made, and receives have their sends.
         Op::Send { .. } | Op::Receive { .. } => true,
         Op::CountTargets => layout.computing(last).any(|other| other == device),

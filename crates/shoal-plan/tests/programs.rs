@@ -34,9 +34,9 @@ struct Case {
 
 fn case() -> impl Strategy<Value = Case> {
     let shape = (1usize..9, 1usize..9, 1usize..12);
-    (model(), shape, any::<bool>(), any::<bool>()).prop_map(|(config, shape, recompute, layer_first)| {
+    (model(), shape, any::<[bool; 3]>()).prop_map(|(config, shape, [recompute, layer_first, padded])| {
         let (global_batch, micro_batch, sequence) = shape;
-        let chain = Chain::new(&config);
+        let chain = Chain { padded, ..Chain::new(&config) };
         let activations = if recompute { Activations::Recompute } else { Activations::Keep };
         let step = StepShape { global_batch, sequence, precision: Precision::Fp32, optimizer_states: 2 };
         let plan =

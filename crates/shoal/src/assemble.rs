@@ -267,6 +267,7 @@ fn open_tokens(job: &Job, cache: &Path, progress: Preparing) -> Result<JobData> 
             cache: cache.to_owned(),
             text_field: job.text_field.clone(),
             masked,
+            documents: job.documents,
         };
         Ok(Dataset::open(&spec, progress)?)
     };

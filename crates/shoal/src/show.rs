@@ -95,9 +95,10 @@ pub fn banner(
         None => (
             "vocabulary",
             format!(
-                "{} tokens, {} samples of {}",
+                "{} tokens, {} samples of {}{}",
                 short(data.tokens() as f64),
                 grouped(data.len()),
+                if job.documents { "up to " } else { "" },
                 job.sequence
             ),
             format!("{} x {} = {} tokens", job.global_batch, job.sequence, grouped(tokens)),

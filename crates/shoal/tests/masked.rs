@@ -88,6 +88,65 @@ fn a_stopped_run_goes_on_with_the_same_masks() {
     assert_same_files(&last(&straight), &last(&stopped));
 }
 
+/// Each document a sample of its own: trained, evaluated, stopped and resumed, in whatever cut; memory is what was
+/// planned.
+#[test]
+fn documents_are_samples_of_their_own() {
+    let folder = folder();
+    let lines = |seed: usize, count: usize| -> String {
+        let words = ["kelp", "foam", "the jetty", "gulls and crabs", "a rope", "tide"];
+        let text = |line: usize| -> Vec<&str> {
+            (0..1 + (line * 5 + seed) % 9).map(|word| words[(line * 7 + word * 3) % words.len()]).collect()
+        };
+        (0..count).map(|line| format!("{{\"text\": \"{}\"}}\n", text(line).join(" "))).collect()
+    };
+    folder.write("train.jsonl", lines(0, 120));
+    folder.write("held-out.jsonl", lines(1, 11));
+    let job = fs::read_to_string(folder.join("job.toml")).unwrap();
+    let job = job
+        .replace("\"corpus.txt\"", "\"train.jsonl\"\nsamples = \"documents\"")
+        .replace("held-out.txt", "held-out.jsonl")
+        .replace(&format!("steps = {STEPS}"), "steps = 60");
+    folder.write("job.toml", &job);
+    for (other, run) in [("recompute", "cut"), ("keep", "stopped")] {
+        let plan = format!("\n[plan]\nmicro_batch = 3\nactivations = \"{other}\"\n");
+        folder.write(&format!("{run}.toml"), job.replace("\"run\"", &format!("\"{run}\"")) + &plan);
+    }
+    let planned = folder.shoal(&["plan", "job.toml", "--json"]).succeeds().json();
+    let trained = folder.shoal(&["train", "job.toml", "--json"]).succeeds().json();
+    assert_eq!(trained["memory"]["counted_bytes"], trained["memory"]["predicted_bytes"]);
+    assert_eq!(trained["memory"]["predicted_bytes"], planned["memory"]["total_bytes"]);
+    let whole = metrics(&folder.join("run"));
+    let losses = column(&whole, "loss");
+    assert!(losses[59] < losses[0] - 1.0, "it learns: {losses:?}");
+    assert!(whole.iter().any(|line| line["eval_loss"].as_f64().is_some_and(f64::is_finite)));
+
+    folder.shoal(&["train", "cut.toml"]).succeeds();
+    let cut = column(&metrics(&folder.join("cut")), "loss");
+    for (step, (a, b)) in losses.iter().zip(&cut).enumerate() {
+        assert!((a - b).abs() < 1e-3 * a, "step {step}: {a} whole, {b} cut and recomputed");
+    }
+    let stopped = ["train", "stopped.toml", "--set", "train.steps=12"];
+    folder.shoal(&[&stopped[..], &["--stop-at", "5"]].concat()).succeeds();
+    folder.shoal(&stopped).succeeds();
+    let resumed = column(&metrics(&folder.join("stopped")), "tokens");
+    assert_eq!(resumed, column(&whole, "tokens")[..12], "the same documents, masked alike");
+
+    let packed = ["train", "job.toml", "--set", "data.samples=packed"];
+    folder.shoal(&packed).fails(&["another job", "data.samples"], "checkpoint.to");
+    folder.shoal(&["export", "run", "exported"]).succeeds();
+}
+
+#[test]
+fn documents_are_samples_for_masked_tokens_alone() {
+    let folder = folder();
+    let set =
+        |setting: &'static str| ["train", "job.toml", "--set", setting, "--set", "data.samples=documents"];
+    folder.shoal(&set("model.preset=gpt2-tiny")).fails(&["data.samples", "next token"], "leave it out");
+    let wrong = ["train", "job.toml", "--set", "data.samples=lines"];
+    folder.shoal(&wrong).fails(&["data.samples", "lines"], "documents");
+}
+
 #[test]
 fn a_vocabulary_without_room_for_a_mask_is_refused() {
     let folder = folder();

@@ -2,6 +2,7 @@
 
 mod cache;
 mod common;
+mod documents;
 mod hostile;
 mod images;
 mod masking;

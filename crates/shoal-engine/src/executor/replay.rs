@@ -95,7 +95,7 @@ impl Executor {
         for instruction in instructions {
             (instruction.id, instruction.op).hash(&mut hasher);
         }
-        let mut places: Vec<(Samples, bool, u64)> = step.sample_places().collect();
+        let mut places: Vec<(Samples, u8, u64)> = step.sample_places().collect();
         places.sort_unstable();
         places.hash(&mut hasher);
         hasher.finish()
@@ -112,7 +112,18 @@ pub(super) fn only_computes(op: &Op) -> bool {
         | Op::Backward { .. }
         | Op::SumLoss
         | Op::GradientNorm => true,
-        Op::Load { .. } | Op::CountTargets | Op::Predict { .. } | Op::Update { .. } => false,
+        Op::Load { .. }
+        | Op::CountTargets
+        | Op::Gather { .. }
+        | Op::Release { .. }
+        | Op::Send { .. }
+        | Op::Receive { .. }
+        | Op::Exchange { .. }
+        | Op::Offload { .. }
+        | Op::Restore { .. }
+        | Op::Reduce { .. }
+        | Op::Predict { .. }
+        | Op::Update { .. } => false,
     }
 }
 
@@ -130,7 +141,8 @@ mod tests {
 
     #[test]
     fn a_pass_is_known_by_where_it_begins_and_how_far_it_goes() {
-        let instruction = |id| Instruction { id, op: Op::SumLoss, lane: Lane::Compute, after: Vec::new() };
+        let instruction =
+            |id| Instruction { id, op: Op::SumLoss, lane: Lane::Compute, after: Vec::new(), ahead: 0 };
         let all = [instruction(3), instruction(4)];
         let keys = [next_key(7, &all), next_key(7, &all[..1]), next_key(7, &all[1..]), next_key(8, &all)];
         assert_eq!(keys.iter().collect::<std::collections::HashSet<_>>().len(), keys.len());

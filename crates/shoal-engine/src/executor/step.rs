@@ -130,11 +130,13 @@ impl Step<'_> {
         self.measures_norm |= matches!(op, Op::GradientNorm);
     }
 
-    /// Where the samples lie that were brought onto the device: inputs, and (true) targets.
-    pub(super) fn sample_places(&self) -> impl Iterator<Item = (Samples, bool, u64)> + '_ {
+    /// Where the samples lie that were brought onto the device: inputs (0), targets (1) and lengths (2), these once for
+    /// each layer that is told.
+    pub(super) fn sample_places(&self) -> impl Iterator<Item = (Samples, u8, u64)> + '_ {
         self.values.iter().filter_map(|(value, stored)| match (value, stored) {
-            (Value::Inputs(samples), Stored::Tensor(tensor)) => Some((*samples, false, tensor.place())),
-            (Value::Targets(samples), Stored::Tensor(tensor)) => Some((*samples, true, tensor.place())),
+            (Value::Inputs(samples), Stored::Tensor(tensor)) => Some((*samples, 0, tensor.place())),
+            (Value::Targets(samples), Stored::Tensor(tensor)) => Some((*samples, 1, tensor.place())),
+            (Value::Lengths { samples, .. }, Stored::Tensor(tensor)) => Some((*samples, 2, tensor.place())),
             _ => None,
         })
     }

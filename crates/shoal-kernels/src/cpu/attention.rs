@@ -94,6 +94,13 @@ fn key_tiles(shape: &AttentionShape, queries: &Range<usize>) -> impl Iterator<It
     (0..end).step_by(KEYS).map(move |start| start..(start + KEYS).min(end))
 }
 
+/// A sample as its heads are computed: one of `length` rows and no others. Rows past them hold zeros.
+fn without_padding(shape: &AttentionShape, lengths: Option<&[i32]>, sample: usize) -> AttentionShape {
+    let length = lengths.map_or(shape.sequence, |lengths| lengths[sample] as usize);
+    assert!((1..=shape.sequence).contains(&length), "{length} of {} rows count", shape.sequence);
+    AttentionShape { sequence: length, ..*shape }
+}
+
 fn query_tiles(sequence: usize) -> impl Iterator<Item = Range<usize>> {
     (0..sequence).step_by(QUERIES).map(move |start| start..(start + QUERIES).min(sequence))
 }
@@ -124,11 +131,14 @@ impl CpuDevice {
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
+        lengths: Option<&Tensor>,
         qkv: &Tensor,
         out: &mut Tensor,
         logsumexp: &mut Tensor,
     ) {
         assert!(shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads));
+        shape.assert_lengths(lengths);
+        let lengths = lengths.map(Tensor::integers);
         assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
         assert_eq!(out.len(), shape.rows() * shape.query_width());
         assert_eq!(logsumexp.len(), shape.rows() * shape.heads);
@@ -141,13 +151,21 @@ impl CpuDevice {
             let first = sample * shape.sequence;
             let out = out.at(first, head * shape.head_size);
             let lse = lse.at(first, head);
-            let site = dropout.map(|site| (site, sample, head));
-            for queries in query_tiles(shape.sequence) {
+            let site = dropout.map(|site| (site, sample, head * shape.sequence));
+            let own = without_padding(&shape, lengths, sample);
+            for queries in query_tiles(own.sequence) {
                 let head = Head::new(&shape, qkv, sample, head);
                 self.arch.dispatch(
                     #[inline(always)]
-                    || forward_tile(&shape, site, head, out, lse, queries.clone(), scratch),
+                    || forward_tile(&own, site, head, out, lse, queries.clone(), scratch),
                 );
+            }
+            for row in own.sequence..shape.sequence {
+                // SAFETY: this unit owns the row, and its element of `lse`.
+                unsafe {
+                    out.row_mut(row, shape.head_size).fill(0.0);
+                    lse.row_mut(row, 1)[0] = 0.0;
+                }
             }
         });
     }
@@ -160,7 +178,9 @@ impl CpuDevice {
     ) {
         assert!(shape.kv_heads > 0 && shape.heads.is_multiple_of(shape.kv_heads));
         of.assert_fits(&shape);
-        let AttentionBackward { qkv, out, logsumexp, out_gradient, scratch: delta, qkv_gradient } = of;
+        let AttentionBackward { lengths, qkv, out, logsumexp, out_gradient, scratch: delta, qkv_gradient } =
+            of;
+        let lengths = lengths.map(Tensor::integers);
         let qkv = Rows::of(qkv, shape.qkv_width());
         let gradient = Rows::of_mut(qkv_gradient, shape.qkv_width());
         let (out, dout) = (Rows::of(out, shape.query_width()), Rows::of(out_gradient, shape.query_width()));
@@ -171,11 +191,12 @@ impl CpuDevice {
         self.each_unit(shape.samples * shape.kv_heads, |unit, scratch| {
             let (sample, kv_head) = (unit / shape.kv_heads, unit % shape.kv_heads);
             let first = sample * shape.sequence;
+            let own = without_padding(&shape, lengths, sample);
             for (index, head) in (kv_head * group..(kv_head + 1) * group).enumerate() {
-                let site = dropout.map(|site| (site, sample, head));
+                let site = dropout.map(|site| (site, sample, head * shape.sequence));
                 let column = head * shape.head_size;
                 let context = Backward {
-                    shape: &shape,
+                    shape: &own,
                     site,
                     input: Head::new(&shape, qkv, sample, head),
                     gradient: Head::new(&shape, gradient, sample, head),
@@ -188,7 +209,8 @@ impl CpuDevice {
                     #[inline(always)]
                     || {
                         context.prepare(index == 0);
-                        for queries in query_tiles(shape.sequence) {
+                        context.clear(own.sequence..shape.sequence);
+                        for queries in query_tiles(own.sequence) {
                             context.tile(queries, scratch);
                         }
                     },
@@ -213,14 +235,13 @@ impl CpuDevice {
     }
 }
 
-/// A head's dropout: the site, the sample within the micro-batch, the head.
+/// A head's dropout: the site, the sample within the micro-batch, the number of the head's first row.
 type HeadDropout<'a> = Option<(DropoutSite<'a>, usize, usize)>;
 
 #[inline(always)]
-fn mask_of(site: &HeadDropout, shape: &AttentionShape, query: usize) -> Option<RowMask> {
-    site.as_ref().map(|(site, sample, head)| {
-        RowMask::new(site, *sample as u64, (head * shape.sequence + query) as u64)
-    })
+fn mask_of(site: &HeadDropout, query: usize) -> Option<RowMask> {
+    site.as_ref()
+        .map(|(site, sample, first_row)| RowMask::new(site, *sample as u64, (first_row + query) as u64))
 }
 
 #[inline(always)]
@@ -257,7 +278,7 @@ fn forward_tile(
                 *score = exp(*score - best);
             }
             let sum = sum_by(line.len(), |i| line[i]);
-            if let Some(mask) = mask_of(&site, shape, query) {
+            if let Some(mask) = mask_of(&site, query) {
                 for (col, score) in line.iter_mut().enumerate() {
                     *score *= mask.factor(keys.start + col);
                 }
@@ -321,6 +342,16 @@ impl Backward<'_> {
         }
     }
 
+    /// Nothing reaches the rows past a sample's length.
+    fn clear(&self, rows: Range<usize>) {
+        for row in rows {
+            for part in [self.gradient.query, self.gradient.key, self.gradient.value] {
+                // SAFETY: this unit owns the head's rows of the gradients.
+                unsafe { part.row_mut(row, self.shape.head_size) }.fill(0.0);
+            }
+        }
+    }
+
     #[inline(always)]
     fn tile(&self, queries: Range<usize>, scratch: &mut [f32]) {
         let (shape, size, rows) = (self.shape, self.shape.head_size, queries.len());
@@ -356,7 +387,7 @@ impl Backward<'_> {
                     (weights.split_at_mut(seen), slopes.split_at_mut(seen));
                 hidden_weights.fill(0.0);
                 hidden_slopes.fill(0.0);
-                match mask_of(&self.site, shape, index) {
+                match mask_of(&self.site, index) {
                     None => {
                         for (weight, slope) in weights.iter_mut().zip(slopes) {
                             *weight = exp(*weight - lse);

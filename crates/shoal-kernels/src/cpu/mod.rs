@@ -140,7 +140,7 @@ mod tests {
         let qkv = random(6, shape.rows() * shape.qkv_width());
         let mut attended = random(7, shape.rows() * shape.query_width());
         let mut sums = random(8, shape.rows() * shape.heads);
-        device.attention(shape, None, &qkv, &mut attended, &mut sums).unwrap();
+        device.attention(shape, None, None, &qkv, &mut attended, &mut sums).unwrap();
         all.extend_from_slice(attended.floats());
         let targets: Vec<i32> = (0..rows as i32).collect();
         let targets = Tensor::from_integers(&arena, "test", &targets).unwrap();

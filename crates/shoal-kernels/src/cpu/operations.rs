@@ -199,11 +199,12 @@ impl Device for CpuDevice {
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
+        lengths: Option<&Tensor>,
         qkv: &Tensor,
         out: &mut Tensor,
         logsumexp: &mut Tensor,
     ) -> Result {
-        self.pool.install(|| self.attend(shape, dropout, qkv, out, logsumexp));
+        self.pool.install(|| self.attend(shape, dropout, lengths, qkv, out, logsumexp));
         Ok(())
     }
 

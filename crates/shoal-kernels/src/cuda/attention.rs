@@ -3,7 +3,7 @@
 //! out as [samples, heads, sequence], so that a backward need not be of the same kind as its forward.
 
 use super::cudnn::Cudnn;
-use super::launch::{DropoutParameter, Grid, Parameter, parameter};
+use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, parameter};
 use super::{CudaDevice, element_of};
 use crate::device::{AttentionBackward, AttentionShape, DropoutSite, Result};
 use crate::tensor::{Element, Tensor};
@@ -24,13 +24,14 @@ struct ShapeParameter {
     size: i64,
     scale: f32,
     causal: i32,
+    lengths: Address,
 }
 
 // SAFETY: struct Attention.
 unsafe impl Parameter for ShapeParameter {}
 
-impl From<AttentionShape> for ShapeParameter {
-    fn from(shape: AttentionShape) -> ShapeParameter {
+impl ShapeParameter {
+    fn new(shape: AttentionShape, lengths: Option<&Tensor>) -> ShapeParameter {
         ShapeParameter {
             samples: shape.samples as i64,
             sequence: shape.sequence as i64,
@@ -39,6 +40,7 @@ impl From<AttentionShape> for ShapeParameter {
             size: shape.head_size as i64,
             scale: shape.scale,
             causal: shape.causal.into(),
+            lengths: at_or_null(lengths),
         }
     }
 }
@@ -116,10 +118,18 @@ fn grid(shape: &AttentionShape, heads: usize, tile: usize, shared_bytes: usize) 
 const CUDNN_WORK: usize = 1 << 26;
 
 impl CudaDevice {
-    /// cuDNN, where it may be asked about this shape.
-    fn cudnn_for(&self, element: Element, shape: &AttentionShape, dropout: bool) -> Option<&Cudnn> {
+    /// cuDNN, where it may be asked about this shape. Samples of different lengths are not for it: what its engines
+    /// leave in the rows past a length (nothing, zeros, an infinite sum) is not documented and not the same in all
+    /// of them, and here these rows are zeros.
+    fn cudnn_for(
+        &self,
+        element: Element,
+        shape: &AttentionShape,
+        dropout: bool,
+        lengths: Option<&Tensor>,
+    ) -> Option<&Cudnn> {
         let work = shape.rows() * shape.sequence * shape.query_width();
-        let worth = element != Element::F32 && !dropout && work >= CUDNN_WORK;
+        let worth = element != Element::F32 && !dropout && lengths.is_none() && work >= CUDNN_WORK;
         self.cudnn.as_deref().filter(|_| worth)
     }
 
@@ -127,16 +137,18 @@ impl CudaDevice {
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
+        lengths: Option<&Tensor>,
         qkv: &Tensor,
         out: &mut Tensor,
         logsumexp: &mut Tensor,
     ) -> Result {
         assert_shape(&shape);
+        shape.assert_lengths(lengths);
         let element = element_of(&[qkv, out]);
         assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
         assert_eq!(out.len(), shape.rows() * shape.query_width());
         assert_eq!(logsumexp.len(), shape.rows() * shape.heads);
-        if let Some(cudnn) = self.cudnn_for(element, &shape, dropout.is_some())
+        if let Some(cudnn) = self.cudnn_for(element, &shape, dropout.is_some(), lengths)
             && let Some(bytes) = cudnn.forward_workspace(element, &shape)?
             && bytes <= self.workspace.bytes()
         {
@@ -148,15 +160,16 @@ impl CudaDevice {
             return self.context.timed(|| "attention by cuDNN".into(), run);
         }
         if self.flash_serves(element, &shape) {
-            return self.flash_forward(shape, dropout, qkv, out, logsumexp);
+            return self.flash_forward(shape, dropout, lengths, qkv, out, logsumexp);
         }
-        self.attend_plainly(shape, dropout, qkv, out, logsumexp)
+        self.attend_plainly(shape, dropout, lengths, qkv, out, logsumexp)
     }
 
     fn attend_plainly(
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
+        lengths: Option<&Tensor>,
         qkv: &Tensor,
         out: &mut Tensor,
         logsumexp: &mut Tensor,
@@ -170,7 +183,7 @@ impl CudaDevice {
         let kernel = FORWARD.iter().find(room).expect("some tile fits every GPU's shared memory");
         let shared = shared_bytes(kernel.tile, shape.head_size, 2, 1);
         let grid = grid(&shape, shape.heads, kernel.tile, shared);
-        let (shape, site) = (ShapeParameter::from(shape), DropoutParameter::from(dropout));
+        let (shape, site) = (ShapeParameter::new(shape, lengths), DropoutParameter::from(dropout));
         let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
         let mut parameters =
             [parameter(&shape), parameter(&site), parameter(&qkv), parameter(&out), parameter(&logsumexp)];
@@ -188,7 +201,7 @@ impl CudaDevice {
         of.assert_fits(&shape);
         let element = element_of(&[of.qkv, of.out, of.out_gradient, of.qkv_gradient]);
         if !self.deterministic
-            && let Some(cudnn) = self.cudnn_for(element, &shape, dropout.is_some())
+            && let Some(cudnn) = self.cudnn_for(element, &shape, dropout.is_some(), of.lengths)
             && let Some(bytes) = cudnn.backward_workspace(element, &shape)?
             && bytes <= of.scratch.bytes()
         {
@@ -223,7 +236,7 @@ impl CudaDevice {
         let by_row = Grid::warps(shape.rows() * shape.heads);
         let by_query = grid(&shape, shape.heads, kernel.tile, shared);
         let by_key = grid(&shape, shape.kv_heads, kernel.tile, shared);
-        let (shape, site) = (ShapeParameter::from(shape), DropoutParameter::from(dropout));
+        let (shape, site) = (ShapeParameter::new(shape, of.lengths), DropoutParameter::from(dropout));
         let (qkv, out, logsumexp) = (of.qkv.at(0), of.out.at(0), of.logsumexp.at(0));
         let (out_gradient, delta) = (of.out_gradient.at(0), of.scratch.at(0));
         let qkv_gradient = of.qkv_gradient.at(0);

@@ -1,4 +1,5 @@
-//! Attention on tensor cores, for elements of two bytes: causal or not, grouped queries, dropout. It needs
+//! Attention on tensor cores, for elements of two bytes: causal or not, grouped queries, dropout,
+//! samples of different lengths. It needs
 //! no library but those every kernel needs, and serves where cuDNN is missing or lacks what is asked. Which
 //! kernels suit depends on the head's size and on the shared memory of the GPU.
 //!
@@ -6,7 +7,7 @@
 
 use super::CudaDevice;
 use super::context::GpuFacts;
-use super::launch::{DropoutParameter, Grid, Parameter, THREADS, parameter};
+use super::launch::{Address, DropoutParameter, Grid, Parameter, THREADS, at_or_null, parameter};
 use crate::device::{AttentionBackward, AttentionShape, DropoutSite, Result};
 use crate::tensor::{Element, Tensor};
 
@@ -34,6 +35,7 @@ struct ShapeParameter {
     scale: f32,
     causal: i32,
     vectors: i32,
+    lengths: Address,
 }
 
 // SAFETY: struct flash::Shape.
@@ -41,7 +43,7 @@ unsafe impl Parameter for ShapeParameter {}
 
 impl ShapeParameter {
     /// Rows that all `tensors` hold can be copied 16 bytes at a time where each begins on such a multiple.
-    fn new(shape: &AttentionShape, tensors: &[&Tensor]) -> ShapeParameter {
+    fn new(shape: &AttentionShape, lengths: Option<&Tensor>, tensors: &[&Tensor]) -> ShapeParameter {
         let whole = |tensor: &&Tensor| (tensor.address() as usize).is_multiple_of(16);
         let vectors = shape.head_size.is_multiple_of(8) && tensors.iter().all(whole);
         ShapeParameter {
@@ -53,6 +55,7 @@ impl ShapeParameter {
             scale: shape.scale,
             causal: shape.causal.into(),
             vectors: vectors.into(),
+            lengths: at_or_null(lengths),
         }
     }
 }
@@ -229,15 +232,17 @@ impl CudaDevice {
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
+        lengths: Option<&Tensor>,
         qkv: &Tensor,
         out: &mut Tensor,
         logsumexp: &mut Tensor,
     ) -> Result {
         let element = self.assert_serves(&shape, &[qkv, out], &[logsumexp]);
+        shape.assert_lengths(lengths);
         assert_eq!(qkv.len(), shape.rows() * shape.qkv_width());
         assert_eq!(out.len(), shape.rows() * shape.query_width());
         let [(kernel, shared), ..] = find_all(&self.facts, shape.head_size).expect("it serves");
-        let numbers = ShapeParameter::new(&shape, &[qkv, out]);
+        let numbers = ShapeParameter::new(&shape, lengths, &[qkv, out]);
         let site = DropoutParameter::from(dropout);
         let (qkv, out, logsumexp) = (qkv.at(0), out.at(0), logsumexp.at(0));
         let mut parameters =
@@ -259,7 +264,7 @@ impl CudaDevice {
         let element = self.assert_serves(&shape, &tensors, &[of.logsumexp, &*of.scratch]);
         let [_, (query, query_shared), (key_value, key_value_shared)] =
             find_all(&self.facts, shape.head_size).expect("it serves");
-        let numbers = ShapeParameter::new(&shape, &tensors);
+        let numbers = ShapeParameter::new(&shape, of.lengths, &tensors);
         let site = DropoutParameter::from(dropout);
         let units = shape.rows() * shape.heads;
         let (qkv, out, logsumexp) = (of.qkv.at(0), of.out.at(0), of.logsumexp.at(0));

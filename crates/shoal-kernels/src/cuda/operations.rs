@@ -342,11 +342,12 @@ impl Device for CudaDevice {
         &self,
         shape: AttentionShape,
         dropout: Option<DropoutSite>,
+        lengths: Option<&Tensor>,
         qkv: &Tensor,
         out: &mut Tensor,
         logsumexp: &mut Tensor,
     ) -> Result {
-        self.attend(shape, dropout, qkv, out, logsumexp)
+        self.attend(shape, dropout, lengths, qkv, out, logsumexp)
     }
 
     fn attention_backward(

@@ -66,6 +66,11 @@ prop_compose! {
     }
 }
 
+/// How many of each sample's rows count, where not all do.
+pub fn lengths(seed: u64, shape: &AttentionShape) -> Vec<i32> {
+    whole(seed, "lengths", shape.samples, shape.sequence).iter().map(|length| length + 1).collect()
+}
+
 /// Both functions called GELU.
 pub fn gelus() -> impl Strategy<Value = Gelu> {
     prop::sample::select(vec![Gelu::Tanh, Gelu::Erf])

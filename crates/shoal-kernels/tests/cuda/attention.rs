@@ -1,9 +1,9 @@
 //! Attention and its gradients: causal and not, heads up to 256, grouped queries, sequences on both sides of the
-//! tiles, with dropout and without; elements of two bytes take other kernels than f32.
+//! tiles, with dropout and without, samples padded and not; elements of two bytes take other kernels than f32.
 
 use shoal_kernels::{AttentionBackward, AttentionShape, DropoutSite};
 
-use crate::{Case, TOLERANCE, active, active_unwritten, compare_elements, read, unwritten};
+use crate::{Case, TOLERANCE, active, active_unwritten, compare_elements, integers, read, unwritten};
 
 fn shape(case: Case) -> AttentionShape {
     let (samples, sequence, kv_heads, group) = (
@@ -28,10 +28,12 @@ fn attention_forward_and_backward() {
             step: None,
             first_sample: case.number("first") % 100,
         });
+        let lengths = case.whole("lengths", shape.samples, 1, shape.sequence as i32 + 1);
+        let lengths = case.yes("padded").then(|| integers(device, &lengths));
         let qkv = active(device, case, &case.normal("qkv", shape.rows() * shape.qkv_width()));
         let mut out = active_unwritten(device, case, shape.rows() * shape.query_width());
         let mut logsumexp = unwritten(device, shape.rows() * shape.heads);
-        device.attention(shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
+        device.attention(shape, site, lengths.as_ref(), &qkv, &mut out, &mut logsumexp).unwrap();
         let out_gradient = active(device, case, &case.normal("dout", out.len()));
         let mut delta = unwritten(device, logsumexp.len());
         let mut gradient = active_unwritten(device, case, qkv.len());
@@ -40,6 +42,7 @@ fn attention_forward_and_backward() {
                 shape,
                 site,
                 AttentionBackward {
+                    lengths: lengths.as_ref(),
                     qkv: &qkv,
                     out: &out,
                     logsumexp: &logsumexp,

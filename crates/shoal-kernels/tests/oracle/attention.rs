@@ -1,4 +1,4 @@
-//! Attention, causal and not, grouped and not, with dropout and without, against the whole matrix of scores.
+//! Attention, causal and not, grouped and not, with dropout and without, padded and not, against the whole matrix of scores.
 //!
 //! The oracle needs the dropout's mask, and takes it from the device itself: with all scores equal and
 //! values that pick out one key per column, the output is the mask. So the tests know of the mask only what
@@ -7,7 +7,7 @@
 use proptest::prelude::*;
 use shoal_kernels::{AttentionBackward, AttentionShape, Device, DropoutSite};
 
-use crate::common::{attention_shape, config, device, normal, tensor, unwritten};
+use crate::common::{attention_shape, config, device, integers, lengths, normal, tensor, unwritten};
 use crate::dropout::assert_fair;
 use crate::number::{Number, number, numbers};
 use crate::{CASES, assert_close, same_bits, twice};
@@ -36,7 +36,7 @@ fn mask(device: &impl Device, shape: AttentionShape, site: DropoutSite) -> Vec<f
         }
         let mut out = unwritten(device, probe.rows() * probe.query_width());
         let mut logsumexp = unwritten(device, probe.rows() * probe.heads);
-        device.attention(probe, Some(site), &tensor(device, &qkv), &mut out, &mut logsumexp).unwrap();
+        device.attention(probe, Some(site), None, &tensor(device, &qkv), &mut out, &mut logsumexp).unwrap();
         for sample in 0..shape.samples {
             for head in 0..shape.heads {
                 for query in 0..sequence {
@@ -60,6 +60,8 @@ struct Head<'a> {
     /// `[sequence, sequence]`
     mask: Option<&'a [f32]>,
     sample: usize,
+    /// How many of the sample's rows count.
+    length: usize,
     head: usize,
 }
 
@@ -85,13 +87,17 @@ impl Head<'_> {
         self.mask.map_or(number(1.0), |mask| mask[query * self.shape.sequence + key].into())
     }
 
+    fn keys_seen(&self, query: usize) -> usize {
+        self.shape.keys_seen(query).min(self.length)
+    }
+
     /// The softmax over the keys that a query sees, and the logarithm of its sum.
     fn probabilities(&self, query: usize) -> (Vec<Number>, Number) {
         let score = |key: usize| {
             let terms = (0..self.shape.head_size).map(|e| self.at(0, query, e) * self.at(1, key, e));
             terms.sum::<Number>() * f64::from(self.shape.scale)
         };
-        let scores: Vec<Number> = (0..self.shape.keys_seen(query)).map(score).collect();
+        let scores: Vec<Number> = (0..self.keys_seen(query)).map(score).collect();
         let highest = number(scores.iter().map(|score| score.value).fold(f64::NEG_INFINITY, f64::max));
         let powers: Vec<Number> = scores.iter().map(|score| (*score - highest).exp()).collect();
         let sum: Number = powers.iter().copied().sum();
@@ -99,7 +105,7 @@ impl Head<'_> {
     }
 
     fn forward(&self, out: &mut [Number], logsumexp: &mut [Number]) {
-        for query in 0..self.shape.sequence {
+        for query in 0..self.length {
             let (weights, sum) = self.probabilities(query);
             for element in 0..self.shape.head_size {
                 let terms = weights.iter().enumerate();
@@ -113,13 +119,13 @@ impl Head<'_> {
     fn backward(&self, dout: &[Number], gradient: &mut [Number]) {
         let size = self.shape.head_size;
         let scale = f64::from(self.shape.scale);
-        for query in 0..self.shape.sequence {
+        for query in 0..self.length {
             let (weights, _) = self.probabilities(query);
             let slope = |key: usize| {
                 let terms = (0..size).map(|e| dout[self.out_place(query, e)] * self.at(2, key, e));
                 terms.sum::<Number>() * self.factor(query, key).value
             };
-            let slopes: Vec<Number> = (0..self.shape.keys_seen(query)).map(slope).collect();
+            let slopes: Vec<Number> = (0..self.keys_seen(query)).map(slope).collect();
             let average: Number = weights.iter().zip(&slopes).map(|(p, slope)| *p * *slope).sum();
             for (key, (p, slope)) in weights.iter().zip(&slopes).enumerate() {
                 let score_gradient = *p * (*slope - average) * scale;
@@ -141,23 +147,27 @@ proptest! {
     fn attention_and_its_backward(
         shape in attention_shape(HEAD_SIZES),
         rate in prop::option::of(prop::sample::select(vec![0.1f32, 0.5])),
+        padded: bool,
         threads in 1usize..=3,
         first_sample in 0u64..1000,
         seed: u64,
     ) {
         let device = device(threads);
         let dropout = rate.map(|rate| site(seed, rate, first_sample));
+        let lengths = padded.then(|| lengths(seed, &shape));
         let qkv = normal(seed, "qkv", shape.rows() * shape.qkv_width());
         let dout = normal(seed, "dout", shape.rows() * shape.query_width());
         let results = twice(|| {
             let (qkv, dout) = (tensor(&device, &qkv), tensor(&device, &dout));
+            let lengths = lengths.as_ref().map(|lengths| integers(&device, lengths));
+            let lengths = lengths.as_ref();
             let mut out = unwritten(&device, dout.len());
             let mut logsumexp = unwritten(&device, shape.rows() * shape.heads);
-            device.attention(shape, dropout, &qkv, &mut out, &mut logsumexp).unwrap();
+            device.attention(shape, dropout, lengths, &qkv, &mut out, &mut logsumexp).unwrap();
             let (mut delta, mut gradient) =
                 (unwritten(&device, logsumexp.len()), unwritten(&device, qkv.len()));
             device
-                .attention_backward(shape, dropout, AttentionBackward { qkv: &qkv, out: &out, logsumexp: &logsumexp, out_gradient: &dout, scratch: &mut delta, qkv_gradient: &mut gradient })
+                .attention_backward(shape, dropout, AttentionBackward { lengths, qkv: &qkv, out: &out, logsumexp: &logsumexp, out_gradient: &dout, scratch: &mut delta, qkv_gradient: &mut gradient })
                 .unwrap();
             [out, logsumexp, gradient].iter().map(|tensor| tensor.floats().to_vec()).collect()
         });
@@ -170,7 +180,8 @@ proptest! {
             for head in 0..shape.heads {
                 let square = shape.sequence * shape.sequence;
                 let mask = mask.as_ref().map(|mask| &mask[(sample * shape.heads + head) * square..][..square]);
-                let head = Head { shape: &shape, qkv: &qkv, mask, sample, head };
+                let length = lengths.as_ref().map_or(shape.sequence, |lengths| lengths[sample] as usize);
+                let head = Head { shape: &shape, qkv: &qkv, mask, sample, length, head };
                 head.forward(&mut out, &mut logsumexp);
                 head.backward(&dout, &mut gradient);
             }
@@ -207,9 +218,9 @@ proptest! {
         }
         let mut out = unwritten(&device, shape.rows() * shape.query_width());
         let mut logsumexp = unwritten(&device, shape.rows());
-        device.attention(shape, None, &tensor(&device, &qkv), &mut out, &mut logsumexp).unwrap();
+        device.attention(shape, None, None, &tensor(&device, &qkv), &mut out, &mut logsumexp).unwrap();
         let qkv = numbers(&qkv);
-        let head = Head { shape: &shape, qkv: &qkv, mask: None, sample: 0, head: 0 };
+        let head = Head { shape: &shape, qkv: &qkv, mask: None, sample: 0, length: sequence, head: 0 };
         let mut expected = vec![Number::default(); out.len()];
         let mut sums = vec![Number::default(); logsumexp.len()];
         head.forward(&mut expected, &mut sums);
@@ -250,7 +261,7 @@ proptest! {
         let run = |dropout: Option<DropoutSite>| {
             let mut out = unwritten(&device, shape.rows() * shape.query_width());
             let mut logsumexp = unwritten(&device, shape.rows() * shape.heads);
-            device.attention(shape, dropout, &qkv, &mut out, &mut logsumexp).unwrap();
+            device.attention(shape, dropout, None, &qkv, &mut out, &mut logsumexp).unwrap();
             out.floats().to_vec()
         };
         prop_assert!(same_bits(&run(None), &run(Some(site(seed, 0.0, 0)))));

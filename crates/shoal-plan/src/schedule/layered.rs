@@ -10,8 +10,12 @@ const REDUCTION_SECTIONS: usize = 1;
 
 pub(super) fn order(lists: &mut Lists) {
     let devices = lists.layout.plan.devices.len();
-    let mut layered =
-        Layered { starts: vec![(0, 0); devices], pending: vec![Vec::new(); devices], awaited: vec![Vec::new(); devices], lists };
+    let mut layered = Layered {
+        starts: vec![(0, 0); devices],
+        pending: vec![Vec::new(); devices],
+        awaited: vec![Vec::new(); devices],
+        lists,
+    };
     layered.lists.load();
     let layers = layered.lists.layers();
     for layer in 0..layers {

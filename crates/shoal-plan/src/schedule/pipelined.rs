@@ -3,12 +3,13 @@
 //! what units and transfers cost. The order of events there is the order of the lists.
 
 use std::cmp::Ordering;
-use std::collections::{BTreeSet, BinaryHeap, HashMap};
+use std::collections::{BTreeSet, BinaryHeap, HashMap, HashSet};
 use std::ops::Range;
 
 use super::{Lists, Moving, Order, Pace, is_remade};
 use crate::layout::{Layout, Share};
 use crate::program::{Moved, Op, Pass, Purpose};
+use crate::table::Samples;
 
 /// Sends that a device may have under way; past it the next waits for the first.
 const SENDS: usize = 4;
@@ -138,7 +139,8 @@ struct Pipeline<'a, 'b> {
     /// Backwards of a layer that still read its gathered parameters, by device.
     readings: HashMap<(usize, usize), usize>,
     owner: Vec<usize>,
-    backwards_left: usize,
+    /// What is brought in as it is needed.
+    loaded: HashSet<(usize, Samples)>,
 }
 
 impl<'a, 'b> Pipeline<'a, 'b> {
@@ -163,7 +165,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             contributions: HashMap::new(),
             told: vec![false; layout.chain.layers.len()],
             readings: HashMap::new(),
-            backwards_left: units.len(),
+            loaded: HashSet::new(),
             lists,
             pace,
             units,
@@ -356,8 +358,11 @@ impl<'a, 'b> Pipeline<'a, 'b> {
 
     fn list_forward(&mut self, unit: usize, layers: Range<usize>) {
         let device = self.units[unit].device;
-        if self.lists.purpose == Purpose::Predict && (layers.start == 0 || layers.end == self.lists.layers()) {
-            let samples = self.units[unit].share.samples;
+        let samples = self.units[unit].share.samples;
+        if self.lists.purpose == Purpose::Predict
+            && self.lists.layout.loads(device, samples)
+            && self.loaded.insert((device, samples))
+        {
             self.lists.push(device, Op::Load { samples });
         }
         for layer in layers {
@@ -460,7 +465,6 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             Work::Remake => {}
             Work::Backward => {
                 self.workers[device].stashed -= 1;
-                self.backwards_left -= 1;
                 for edge in self.incoming[number].clone() {
                     self.hand_over(edge, Moved::Gradient);
                 }
@@ -595,7 +599,8 @@ fn edges(layout: &Layout, units: &[Unit], unit_of: &[Vec<usize>]) -> Vec<Edge> {
         for layer in unit.layers.clone() {
             for reader in layout.readers(layer) {
                 let samples = unit.share.samples;
-                let first = layout.shares(*reader).partition_point(|share| share.samples.end <= samples.start);
+                let first =
+                    layout.shares(*reader).partition_point(|share| share.samples.end <= samples.start);
                 for (offset, (samples, device)) in layout.pieces(*reader, samples).enumerate() {
                     let to = unit_of[*reader][first + offset];
                     if to != from {

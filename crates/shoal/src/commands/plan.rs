@@ -32,7 +32,7 @@ pub struct Options {
 
 pub fn run(options: Options) -> Result {
     let job = Job::read(&options.job, &options.set)?;
-    let chain = job.model.chain();
+    let chain = job.chain();
     let device = LocalDevice::choose(job.device, job.memory_bytes, job.threads)?;
     let planned = assemble::plan(&job, &chain, &device)?;
     if let Some(path) = &options.table {

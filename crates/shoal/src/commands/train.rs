@@ -154,7 +154,7 @@ pub fn train(
     quiet: bool,
     stop: &AtomicBool,
 ) -> Result<Summary> {
-    let chain = job.model.chain();
+    let chain = job.chain();
     let mut config = job.model.write(job.original_config.as_ref());
     // Another job's folder is refused before anything is written into it.
     let there = Identity::read(&job.run_folder)?;

@@ -13,7 +13,18 @@ const KEYS: &[(&str, &[&str])] = &[
     ("model", &["from", "preset", "init", "classes", "image_size", "dropout"]),
     (
         "data",
-        &["train", "tokenizer", "sequence", "shuffle", "text_field", "mean", "std", "flip", "crop_padding"],
+        &[
+            "train",
+            "tokenizer",
+            "sequence",
+            "samples",
+            "shuffle",
+            "text_field",
+            "mean",
+            "std",
+            "flip",
+            "crop_padding",
+        ],
     ),
     (
         "train",

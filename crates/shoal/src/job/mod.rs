@@ -21,7 +21,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::{Value, json};
 use shoal_engine::{Interval, Replay};
-use shoal_model::{Model, Precision, UnknownPrecision};
+use shoal_model::{Chain, Model, Precision, UnknownPrecision};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule};
 use shoal_plan::{Activations, Preferences};
 
@@ -80,6 +80,8 @@ pub struct Job {
     pub text_field: String,
     /// Rows of one sample: its tokens, or a class's row and an image's patches.
     pub sequence: usize,
+    /// Whether each document is a sample of its own, padded to the sequence; otherwise every sample is full.
+    pub documents: bool,
     /// How images are read, for a model of images.
     pub images: Option<ImageReading>,
     pub shuffle: bool,
@@ -136,6 +138,11 @@ impl Job {
         Validator { file }.job(raw)
     }
 
+    /// The model as this job trains it.
+    pub fn chain(&self) -> Chain {
+        Chain { padded: self.documents, ..self.model.chain() }
+    }
+
     /// The keys a resumed run must share with the one that started it.
     pub fn fixed_keys(&self, data_fingerprint: &str) -> BTreeMap<String, Value> {
         let weights = match &self.weights {
@@ -152,6 +159,9 @@ impl Job {
             ("train.seed".to_owned(), json!(self.seed)),
             ("train.optimizer.kind".to_owned(), json!(self.optimizer.state_names())),
         ]);
+        if self.documents {
+            keys.insert("data.samples".to_owned(), json!("documents"));
+        }
         if let Some(images) = &self.images {
             keys.insert(IMAGES_KEY.to_owned(), json!(images));
             keys.insert("train.label_smoothing".to_owned(), json!(self.model.label_smoothing()));
@@ -210,6 +220,7 @@ impl Validator<'_> {
         let folder = raw.model.from.as_deref().map(|from| join(base, from));
         let images = self.images(&data, &model, folder.as_deref())?;
         let sequence = self.sequence(data.sequence, &model)?;
+        let documents = self.documents(data.samples.as_deref(), &model)?;
         let train = raw.train;
         if let Some(smoothing) = train.label_smoothing {
             if model.image().is_none() {
@@ -279,6 +290,7 @@ impl Validator<'_> {
             base: base.to_owned(),
             text_field: data.text_field,
             sequence,
+            documents,
             images,
             shuffle: data.shuffle,
             global_batch: train.global_batch,
@@ -316,6 +328,27 @@ impl Validator<'_> {
             (None, Some(_)) => Ok(positions),
             (Some(_), Some(_)) => {
                 Err(self.bad("data.sequence", "is set, but the model takes images", "leave it out"))
+            }
+        }
+    }
+
+    /// Whether documents are samples.
+    fn documents(&self, samples: Option<&str>, model: &Model) -> Result<bool> {
+        let key = "data.samples";
+        match samples {
+            None => Ok(false),
+            Some(_) if model.image().is_some() => {
+                Err(self.bad(key, "is set, but the model takes images", "leave it out"))
+            }
+            Some("packed") => Ok(false),
+            Some("documents") if model.is_causal() => Err(self.bad(
+                key,
+                "is \"documents\", but the model predicts the next token",
+                "leave it out: documents then follow each other, and no token is padding",
+            )),
+            Some("documents") => Ok(true),
+            Some(other) => {
+                Err(self.bad(key, format!("is \"{other}\""), "set it to \"packed\" or \"documents\""))
             }
         }
     }

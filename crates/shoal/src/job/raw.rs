@@ -33,6 +33,7 @@ pub(super) struct Data {
     pub tokenizer: String,
     /// Tokens of one sample; models of images have none.
     pub sequence: Option<usize>,
+    pub samples: Option<String>,
     #[serde(default = "yes")]
     pub shuffle: bool,
     #[serde(default = "text")]

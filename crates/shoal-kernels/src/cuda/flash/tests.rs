@@ -58,6 +58,7 @@ struct Case {
     element: Element,
     shape: AttentionShape,
     site: Option<DropoutSite<'static>>,
+    lengths: Option<Vec<i32>>,
     qkv: Vec<u16>,
     out_gradient: Vec<u16>,
 }
@@ -84,13 +85,29 @@ impl Case {
             step: None,
             first_sample: number("first") % 100,
         });
+        let length = |sample| 1 + (fold(number("lengths"), sample) % shape.sequence as u64) as i32;
+        let lengths = (number("padded") % 2 == 0).then(|| (0..shape.samples as u64).map(length).collect());
         Case {
             element,
             shape,
             site,
+            lengths,
             qkv: halves(element, number("qkv"), shape.rows() * shape.qkv_width()),
             out_gradient: halves(element, number("dout"), shape.rows() * shape.query_width()),
         }
+    }
+
+    /// How many of a sample's rows count.
+    fn length(&self, sample: usize) -> usize {
+        self.lengths.as_ref().map_or(self.shape.sequence, |lengths| lengths[sample] as usize)
+    }
+
+    fn lengths_on(&self, device: &dyn Device) -> Option<Tensor> {
+        self.lengths.as_ref().map(|lengths| {
+            let mut tensor = Tensor::new(device.arena(), "a test", lengths.len()).unwrap();
+            device.write_integers(&mut tensor, lengths).unwrap();
+            tensor
+        })
     }
 
     /// Output, gradient and logarithms of sums from the GPU.
@@ -103,11 +120,13 @@ impl Case {
         let mut gradient = unwritten(gpu, element, qkv.len());
         let mut logsumexp = unwritten_numbers(gpu, shape.rows() * shape.heads);
         let mut delta = unwritten_numbers(gpu, logsumexp.len());
-        gpu.flash_forward(shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
+        let lengths = self.lengths_on(gpu);
+        gpu.flash_forward(shape, site, lengths.as_ref(), &qkv, &mut out, &mut logsumexp).unwrap();
         gpu.flash_backward(
             shape,
             site,
             AttentionBackward {
+                lengths: lengths.as_ref(),
                 qkv: &qkv,
                 out: &out,
                 logsumexp: &logsumexp,
@@ -139,7 +158,8 @@ impl Case {
         let units = (0..samples).flat_map(|sample| {
             (0..heads).flat_map(move |head| (0..sequence).map(move |query| (sample, head, query)))
         });
-        for (unit, (sample, head, query)) in units.enumerate() {
+        let units = units.enumerate().filter(|(_, (sample, _, query))| *query < self.length(*sample));
+        for (unit, (sample, head, query)) in units {
             let kv_head = head / (heads / kv_heads);
             let start = |row: usize, column: usize| (sample * sequence + row) * width + column * size;
             let key_at = |key| start(key, heads + kv_head)..start(key, heads + kv_head) + size;
@@ -149,7 +169,7 @@ impl Case {
             let out_start = (sample * sequence + query) * out_width + head * size;
             let out_at = out_start..out_start + size;
             let slopes_out = &out_gradient[out_at.clone()];
-            let keys = self.shape.keys_seen(query);
+            let keys = self.shape.keys_seen(query).min(self.length(sample));
             let scores: Vec<f64> =
                 (0..keys).map(|key| scale * dot(&qkv[query_at.clone()], &qkv[key_at(key)])).collect();
             let highest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -187,8 +207,8 @@ impl Case {
         let causal = if self.shape.causal { "causal" } else { "full" };
         let dropout = if self.site.is_some() { "dropout" } else { "all kept" };
         format!(
-            "{:?} {samples} x {heads}/{kv_heads} x {sequence} x {head_size} {causal}, {dropout}",
-            self.element
+            "{:?} {samples} x {heads}/{kv_heads} x {sequence} x {head_size} {causal}, {dropout}, lengths {:?}",
+            self.element, self.lengths
         )
     }
 
@@ -221,7 +241,8 @@ impl Case {
             let error = norm(&mut found.iter().zip(&expected).map(|(a, b)| a - b));
             // The weight of an only key does not move: what is found is the rounding of `out`, which has
             // elements of order 1.
-            let alone = shape.sequence == 1 && (what == "dq" || what == "dk");
+            let alone =
+                (0..shape.samples).any(|sample| self.length(sample) == 1) && (what == "dq" || what == "dk");
             let size = if alone { (found.len() as f64).sqrt() } else { norm(&mut expected.iter().copied()) };
             if error.is_nan() || error > tolerance * size {
                 wrong.push(format!("{what} {:.1e}", error / size));
@@ -256,11 +277,13 @@ fn the_definition_agrees_with_the_cpu() {
         let (mut out, mut gradient) = (zeros(out_gradient.len()), zeros(qkv.len()));
         let (mut logsumexp, mut delta) =
             (zeros(shape.rows() * shape.heads), zeros(shape.rows() * shape.heads));
-        cpu.attention(shape, site, &qkv, &mut out, &mut logsumexp).unwrap();
+        let lengths = case.lengths_on(&cpu);
+        cpu.attention(shape, site, lengths.as_ref(), &qkv, &mut out, &mut logsumexp).unwrap();
         cpu.attention_backward(
             shape,
             site,
             AttentionBackward {
+                lengths: lengths.as_ref(),
                 qkv: &qkv,
                 out: &out,
                 logsumexp: &logsumexp,

@@ -14,16 +14,22 @@ struct Attention {
     i64 samples, sequence, heads, kv_heads, size;
     float scale;
     int causal;
+    // A sample's rows that count, where not all do.
+    const int *lengths;
 };
 
-// How many keys, from the first on, a query of the sequence sees.
-__device__ __forceinline__ i64 keys_seen(const Attention &shape, i64 query) {
-    return shape.causal ? query + 1 : shape.sequence;
+__device__ __forceinline__ i64 length_of(const Attention &shape, i64 sample) {
+    return shape.lengths ? shape.lengths[sample] : shape.sequence;
 }
 
-// Where the keys end that some query of the tile from `first` on sees.
-template <int TILE> __device__ __forceinline__ i64 keys_end(const Attention &shape, i64 first) {
-    return min(shape.sequence, keys_seen(shape, first + TILE - 1));
+// How many keys, from the first on, a query of a sample of this length sees.
+__device__ __forceinline__ i64 keys_seen(const Attention &shape, i64 length, i64 query) {
+    return shape.causal ? min(length, query + 1) : length;
+}
+
+// Where the keys end that some query of the tile from `first` on sees: queries past the length see none.
+template <int TILE> __device__ __forceinline__ i64 keys_end(const Attention &shape, i64 length, i64 first) {
+    return first < length ? keys_seen(shape, length, first + TILE - 1) : 0;
 }
 
 // One head's columns of one sample inside joint rows.
@@ -144,7 +150,7 @@ __device__ void attend(const Attention &shape, const Dropout &site, const T *qkv
     float *weights = key_tile + TILE * (size + 1);
     // Late queries see most keys: they start first.
     i64 first = (i64)(gridDim.x - 1 - blockIdx.x) * TILE, head = blockIdx.y, sample = blockIdx.z;
-    i64 kv_head = head / (shape.heads / shape.kv_heads);
+    i64 kv_head = head / (shape.heads / shape.kv_heads), length = length_of(shape, sample);
     HeadRows<T> keys = qkv_head(shape, qkv, sample, shape.heads + kv_head);
     HeadRows<T> values = qkv_head(shape, qkv, sample, shape.heads + shape.kv_heads + kv_head);
     load_tile<TILE, T>(shape, qkv_head(shape, qkv, sample, head), first, query_tile);
@@ -156,7 +162,7 @@ __device__ void attend(const Attention &shape, const Dropout &site, const T *qkv
         highest[i] = NEGATIVE_INFINITY, total[i] = 0.0f;
         mask[i] = row_key(site, sample, head * shape.sequence + first + threadIdx.y + SIDE * i);
     }
-    i64 end = keys_end<TILE>(shape, first);
+    i64 end = keys_end<TILE>(shape, length, first);
     for (i64 start = 0; start < end; start += TILE) {
         load_tile<TILE, T>(shape, keys, start, key_tile);
         __syncthreads();
@@ -165,7 +171,7 @@ __device__ void attend(const Attention &shape, const Dropout &site, const T *qkv
         for (int i = 0; i < EACH_WAY; i++) {
             int row = threadIdx.y + SIDE * i;
             float best = highest[i];
-            i64 seen = min(end, keys_seen(shape, first + row));
+            i64 seen = min(end, keys_seen(shape, length, first + row));
 #pragma unroll
             for (int j = 0; j < EACH_WAY; j++) {
                 i64 key = start + threadIdx.x + SIDE * j;
@@ -198,10 +204,11 @@ __device__ void attend(const Attention &shape, const Dropout &site, const T *qkv
 #pragma unroll
     for (int i = 0; i < EACH_WAY; i++) {
         i64 row = first + threadIdx.y + SIDE * i;
+        bool counts = row < length;
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++) sums[i][j] /= total[i];
+        for (int j = 0; j < COLUMNS; j++) sums[i][j] = counts ? sums[i][j] / total[i] : 0.0f;
         if (threadIdx.x == 0 && row < shape.sequence) {
-            logsumexp[sum_at(shape, sample, head, row)] = highest[i] + logf(total[i]);
+            logsumexp[sum_at(shape, sample, head, row)] = counts ? highest[i] + logf(total[i]) : 0.0f;
         }
     }
     store_tile<TILE, WIDTH / SIDE, T>(shape, out_head(shape, out, sample, head), first, sums);
@@ -227,7 +234,7 @@ __device__ void attention_delta(const Attention &shape, const T *out, const T *o
 // slopes of the scores.
 template <int TILE>
 __device__ __forceinline__ void score_gradients(const Attention &shape, const Dropout &site, i64 sample,
-                                                i64 head, i64 first_query, i64 first_key,
+                                                i64 length, i64 head, i64 first_query, i64 first_key,
                                                 const float *query_tile, const float *key_tile,
                                                 const float *value_tile, const float *gradient_tile,
                                                 const float *logsumexp, const float *delta, float *weights,
@@ -240,11 +247,11 @@ __device__ __forceinline__ void score_gradients(const Attention &shape, const Dr
     for (int i = 0; i < EACH_WAY; i++) {
         int row = threadIdx.y + SIDE * i;
         i64 query = first_query + row;
-        bool inside = query < shape.sequence;
+        bool inside = query < length;
         i64 place = sum_at(shape, sample, head, query);
         float lse = inside ? logsumexp[place] : 0.0f, offset = inside ? delta[place] : 0.0f;
         u32 mask = row_key(site, sample, head * shape.sequence + query);
-        i64 visible = inside ? keys_seen(shape, query) : 0;
+        i64 visible = inside ? keys_seen(shape, length, query) : 0;
 #pragma unroll
         for (int j = 0; j < EACH_WAY; j++) {
             int col = threadIdx.x + SIDE * j;
@@ -267,18 +274,18 @@ __device__ void attend_query_gradient(const Attention &shape, const Dropout &sit
     float *key_tile = gradient_tile + TILE * stride, *value_tile = key_tile + TILE * stride;
     float *weights = value_tile + TILE * stride, *slopes = weights + TILE * (TILE + 1);
     i64 first = (i64)(gridDim.x - 1 - blockIdx.x) * TILE, head = blockIdx.y, sample = blockIdx.z;
-    i64 kv_head = head / (shape.heads / shape.kv_heads);
+    i64 kv_head = head / (shape.heads / shape.kv_heads), length = length_of(shape, sample);
     HeadRows<T> keys = qkv_head(shape, qkv, sample, shape.heads + kv_head);
     HeadRows<T> values = qkv_head(shape, qkv, sample, shape.heads + shape.kv_heads + kv_head);
     load_tile<TILE, T>(shape, qkv_head(shape, qkv, sample, head), first, query_tile);
     load_tile<TILE, T>(shape, out_head(shape, out_gradient, sample, head), first, gradient_tile);
     float sums[TILE / SIDE][WIDTH / SIDE] = {};
-    i64 end = keys_end<TILE>(shape, first);
+    i64 end = keys_end<TILE>(shape, length, first);
     for (i64 start = 0; start < end; start += TILE) {
         load_tile<TILE, T>(shape, keys, start, key_tile);
         load_tile<TILE, T>(shape, values, start, value_tile);
         __syncthreads();
-        score_gradients<TILE>(shape, site, sample, head, first, start, query_tile, key_tile, value_tile,
+        score_gradients<TILE>(shape, site, sample, length, head, first, start, query_tile, key_tile, value_tile,
                               gradient_tile, logsumexp, delta, weights, slopes);
         __syncthreads();
         add_weighted<TILE>(shape.size, key_tile, [&](int key, int row) { return slopes[row * (TILE + 1) + key]; },
@@ -298,20 +305,22 @@ __device__ void attend_key_value_gradient(const Attention &shape, const Dropout 
     float *key_tile = gradient_tile + TILE * stride, *value_tile = key_tile + TILE * stride;
     float *weights = value_tile + TILE * stride, *slopes = weights + TILE * (TILE + 1);
     i64 first = (i64)blockIdx.x * TILE, kv_head = blockIdx.y, sample = blockIdx.z;
-    i64 group = shape.heads / shape.kv_heads;
+    i64 group = shape.heads / shape.kv_heads, length = length_of(shape, sample);
     i64 key_index = shape.heads + kv_head, value_index = key_index + shape.kv_heads;
     load_tile<TILE, T>(shape, qkv_head(shape, qkv, sample, key_index), first, key_tile);
     load_tile<TILE, T>(shape, qkv_head(shape, qkv, sample, value_index), first, value_tile);
     float key_sums[TILE / SIDE][WIDTH / SIDE] = {}, value_sums[TILE / SIDE][WIDTH / SIDE] = {};
+    // Queries past the length see no key, and nobody sees a key past it.
+    i64 earliest = first >= length ? length : shape.causal ? first : 0;
     // The query heads that share this one add up here, in order.
     for (i64 head = kv_head * group; head < (kv_head + 1) * group; head++) {
         HeadRows<T> queries = qkv_head(shape, qkv, sample, head);
         HeadRows<T> gradients = out_head(shape, out_gradient, sample, head);
-        for (i64 start = shape.causal ? first : 0; start < shape.sequence; start += TILE) {
+        for (i64 start = earliest; start < length; start += TILE) {
             load_tile<TILE, T>(shape, queries, start, query_tile);
             load_tile<TILE, T>(shape, gradients, start, gradient_tile);
             __syncthreads();
-            score_gradients<TILE>(shape, site, sample, head, start, first, query_tile, key_tile, value_tile,
+            score_gradients<TILE>(shape, site, sample, length, head, start, first, query_tile, key_tile, value_tile,
                                   gradient_tile, logsumexp, delta, weights, slopes);
             __syncthreads();
             add_weighted<TILE>(shape.size, gradient_tile,

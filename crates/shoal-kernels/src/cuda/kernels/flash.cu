@@ -27,6 +27,8 @@ struct Shape {
     int causal;
     // All rows begin on 16 bytes.
     int vectors;
+    // A sample's rows that count, where not all do.
+    const int *lengths;
 };
 
 struct Bf16 {};
@@ -366,9 +368,18 @@ FLASH_INLINE float quad_max(float value) {
 // of the lanes' registers.
 FLASH_INLINE int uniform(int value) { return __shfl_sync(ALL_LANES, value, 0); }
 
-// Keys that a query sees.
-FLASH_INLINE int seen_keys(const Shape &shape, int query) {
-    return shape.causal ? min(shape.sequence, query + 1) : shape.sequence;
+FLASH_INLINE int length_of(const Shape &shape, int sample) {
+    return uniform(shape.lengths ? shape.lengths[sample] : shape.sequence);
+}
+
+// Keys that a query of a sample of this length sees.
+FLASH_INLINE int seen_keys(const Shape &shape, int length, int query) {
+    return shape.causal ? min(length, query + 1) : length;
+}
+
+// Tiles of KEYS keys that the queries from `first` to `last` see; those past the length see none.
+template <int KEYS> FLASH_INLINE int seen_tiles(const Shape &shape, int length, int first, int last) {
+    return first < length ? (seen_keys(shape, length, last) + KEYS - 1) / KEYS : 0;
 }
 
 // A block's head, and whether there is one. A grid is a section of heads, then tiles, then sections: all heads
@@ -402,6 +413,7 @@ FLASH_INLINE void attend(const Shape &shape, const Dropout &site, const u16 *qkv
     // Late queries see most keys: they start first.
     int first = (int)(gridDim.y - 1 - blockIdx.y) * QUERIES;
     i64 sample = turn.sample;
+    int length = length_of(shape, turn.sample);
     int head = turn.head, kv_head = uniform(head / (shape.heads / shape.kv_heads));
     Rows keys = qkv_rows(shape, qkv, sample, shape.heads + kv_head);
     Rows values = qkv_rows(shape, qkv, sample, shape.heads + shape.kv_heads + kv_head);
@@ -432,7 +444,7 @@ FLASH_INLINE void attend(const Shape &shape, const Dropout &site, const u16 *qkv
 #pragma unroll
     for (int step = 0; step < HELD; step++) load_left<WIDTH>(query_at, step, queries[step]);
 
-    int count = (seen_keys(shape, first + QUERIES - 1) + KEYS - 1) / KEYS;
+    int count = seen_tiles<KEYS>(shape, length, first, first + QUERIES - 1);
     for (int tile = 0; tile < count; tile++) {
         int start = KEYS * tile;
         // Whether any query of this warp sees any of the keys.
@@ -450,9 +462,9 @@ FLASH_INLINE void attend(const Shape &shape, const Dropout &site, const u16 *qkv
             } else {
                 row_products<Half, WIDTH>(query_at, key_at, scores);
             }
-            if (start + KEYS > shape.sequence || (shape.causal && start + KEYS - 1 > first_own)) {
+            if (start + KEYS > length || (shape.causal && start + KEYS - 1 > first_own)) {
                 FLASH_EACH_SCORE(M, N, m, n, i) {
-                    if (score_col(n, i) >= seen_keys(shape, first_own + score_row(m, i)) - start) {
+                    if (score_col(n, i) >= seen_keys(shape, length, first_own + score_row(m, i)) - start) {
                         scores[m][n][i] = NEGATIVE_INFINITY;
                     }
                 }
@@ -505,16 +517,17 @@ FLASH_INLINE void attend(const Shape &shape, const Dropout &site, const u16 *qkv
     for (int m = 0; m < M; m++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float all = quad_sum(total[m][half]), share = 1.0f / all;
+            int query = first_own + score_row(m, 2 * half);
+            bool counts = query < length;
+            float all = quad_sum(total[m][half]), share = counts ? 1.0f / all : 0.0f;
 #pragma unroll
             for (int n = 0; n < WIDTH / 8; n++) {
                 sums[m][n][2 * half] *= share;
                 sums[m][n][2 * half + 1] *= share;
             }
-            int query = first_own + score_row(m, 2 * half);
             if (lane % 4 == 0 && query < shape.sequence) {
                 logsumexp[(sample * shape.heads + head) * shape.sequence + query] =
-                    fmaf(highest[m][half], shape.scale, logf(all));
+                    counts ? fmaf(highest[m][half], shape.scale, logf(all)) : 0.0f;
             }
         }
     }
@@ -557,6 +570,12 @@ FLASH_INLINE void row_deltas(const Shape &shape, i64 count, const u16 *out, cons
 
 // Walks tiles in order: while `work(stage)` has one, the next that `load(stage)` copies is under way.
 template <typename Load, typename Work> FLASH_INLINE void stream_tiles(int count, Load load, Work work) {
+    if (count == 0) {
+        // The block's own rows are still under way, to where its results go next.
+        copies_done();
+        __syncthreads();
+        return;
+    }
     if (FLASH_STAGES == 2) load(0);
     for (int tile = 0; tile < count; tile++) {
         if (FLASH_STAGES == 1) {
@@ -582,6 +601,7 @@ FLASH_INLINE void query_gradient(const Shape &shape, const Dropout &site, const 
     if (!turn.exists) return;
     int first = (int)(gridDim.y - 1 - blockIdx.y) * QUERIES;
     i64 sample = turn.sample;
+    int length = length_of(shape, turn.sample);
     int head = turn.head, kv_head = uniform(head / (shape.heads / shape.kv_heads));
     Rows keys = qkv_rows(shape, qkv, sample, shape.heads + kv_head);
     Rows values = qkv_rows(shape, qkv, sample, shape.heads + shape.kv_heads + kv_head);
@@ -605,8 +625,9 @@ FLASH_INLINE void query_gradient(const Shape &shape, const Dropout &site, const 
         for (int half = 0; half < 2; half++) {
             int query = first_own + score_row(m, 2 * half);
             i64 at = (sample * shape.heads + head) * shape.sequence + query;
-            bool inside = query < shape.sequence;
-            shifts[m][half] = inside ? logsumexp[at] * LOG2_E : 0.0f;
+            // Queries past the length weigh nothing.
+            bool inside = query < length;
+            shifts[m][half] = inside ? logsumexp[at] * LOG2_E : -NEGATIVE_INFINITY;
             offsets[m][half] = inside ? delta[at] : 0.0f;
             masks[m][half] = drops ? row_key(site, sample, (i64)head * shape.sequence + query) : 0;
         }
@@ -627,9 +648,9 @@ FLASH_INLINE void query_gradient(const Shape &shape, const Dropout &site, const 
         FLASH_EACH_SCORE(M, N, m, n, i) {
             scores[m][n][i] = power_of_two(fmaf(scores[m][n][i], slope, -shifts[m][i / 2]));
         }
-        if (start + KEYS > shape.sequence || (shape.causal && start + KEYS - 1 > first_own)) {
+        if (start + KEYS > length || (shape.causal && start + KEYS - 1 > first_own)) {
             FLASH_EACH_SCORE(M, N, m, n, i) {
-                if (score_col(n, i) >= seen_keys(shape, first_own + score_row(m, i)) - start) {
+                if (score_col(n, i) >= seen_keys(shape, length, first_own + score_row(m, i)) - start) {
                     scores[m][n][i] = 0.0f;
                 }
             }
@@ -645,7 +666,7 @@ FLASH_INLINE void query_gradient(const Shape &shape, const Dropout &site, const 
         pack_tile<Half>(scores, slopes);
         add_weighted_rows<Half, WIDTH>(slopes, streamed_at + 2 * TILE * stage, sums);
     };
-    stream_tiles((seen_keys(shape, first + QUERIES - 1) + KEYS - 1) / KEYS, load, work);
+    stream_tiles(seen_tiles<KEYS>(shape, length, first, first + QUERIES - 1), load, work);
     FLASH_EACH_SCORE(M, WIDTH / 8, m, n, i) sums[m][n][i] *= shape.scale;
     store_rows<Half, WIDTH>(shape, qkv_rows(shape, qkv_gradient, sample, head), first_own, own_tile, sums);
 }
@@ -664,6 +685,7 @@ FLASH_INLINE void key_value_gradient(const Shape &shape, const Dropout &site, co
     // Early keys are seen by most queries: they start first.
     int first = (int)blockIdx.y * KEYS;
     i64 sample = turn.sample;
+    int length = length_of(shape, turn.sample);
     int kv_head = turn.head, group = shape.heads / shape.kv_heads;
     int key_index = shape.heads + kv_head, value_index = key_index + shape.kv_heads;
     char *own_keys = tiles + 2 * WIDTH * warp_row, *own_values = own_keys + 2 * WIDTH * KEYS;
@@ -683,7 +705,7 @@ FLASH_INLINE void key_value_gradient(const Shape &shape, const Dropout &site, co
     clear(value_sums);
     // The query heads that share this one add up here, in order.
     int earliest = shape.causal ? first / QUERIES * QUERIES : 0;
-    int count = group * ((shape.sequence - earliest + QUERIES - 1) / QUERIES);
+    int count = first < length ? group * ((length - earliest + QUERIES - 1) / QUERIES) : 0;
     int head = kv_head * group, next = earliest, start = earliest;
     auto load = [&](int stage) {
         char *to = streamed + 2 * TILE * stage;
@@ -694,11 +716,11 @@ FLASH_INLINE void key_value_gradient(const Shape &shape, const Dropout &site, co
         if (own < QUERIES) {
             i64 at = (sample * shape.heads + head) * shape.sequence + query;
             float *number = numbers + 3 * QUERIES * stage + own;
-            if (query < shape.sequence) {
+            if (query < length) {
                 copy_float(number, logsumexp + at);
                 copy_float(number + QUERIES, delta + at);
             } else {
-                // Queries past the sequence weigh nothing.
+                // Queries past the length weigh nothing.
                 number[0] = -NEGATIVE_INFINITY, number[QUERIES] = 0.0f;
             }
             if (drops) {
@@ -706,11 +728,11 @@ FLASH_INLINE void key_value_gradient(const Shape &shape, const Dropout &site, co
             }
         }
         next += QUERIES;
-        if (next >= shape.sequence) next = earliest, head++;
+        if (next >= length) next = earliest, head++;
     };
     auto work = [&](int stage) {
         int first_query = start;
-        start = start + QUERIES < shape.sequence ? start + QUERIES : earliest;
+        start = start + QUERIES < length ? start + QUERIES : earliest;
         if (shape.causal && first_query + QUERIES - 1 < first_own) return;
         u32 query_at = streamed_at + 2 * TILE * stage, gradient_at = query_at + TILE;
         u32 query_right_at = streamed_right_at + 2 * TILE * stage, gradient_right_at = query_right_at + TILE;
@@ -770,7 +792,12 @@ FLASH_INLINE void key_value_gradient(const Shape &shape, const Dropout &site, co
         add_weighted_rows<Half, WIDTH>(packed, query_at, key_sums);
     };
     stream_tiles(count, load, work);
-    FLASH_EACH_SCORE(M, WIDTH / 8, m, n, i) key_sums[m][n][i] *= shape.scale;
+    // Keys past the length were seen by nobody, whatever their scores would have been.
+    FLASH_EACH_SCORE(M, WIDTH / 8, m, n, i) {
+        bool counts = first_own + score_row(m, i) < length;
+        key_sums[m][n][i] = counts ? key_sums[m][n][i] * shape.scale : 0.0f;
+        value_sums[m][n][i] = counts ? value_sums[m][n][i] : 0.0f;
+    }
     store_rows<Half, WIDTH>(shape, qkv_rows(shape, qkv_gradient, sample, key_index), first_own, own_keys,
                             key_sums);
     store_rows<Half, WIDTH>(shape, qkv_rows(shape, qkv_gradient, sample, value_index), first_own, own_values,
