@@ -8,7 +8,7 @@ use crate::curve::{Fit, TimeCurve};
 use crate::error::{Error, Result};
 use crate::estimate;
 use crate::fleet::Fleet;
-use crate::profile::{DeviceProfile, Profile};
+use crate::profile::{DeviceProfile, LayerProfile, Profile};
 
 /// Bytes that Adam moves for a parameter in host memory: parameter, gradient and both moments come in, parameter and
 /// moments go out, four bytes each.
@@ -90,8 +90,12 @@ impl Costs {
         precision: Precision,
         sequence: usize,
     ) -> Result<Costs> {
-        let layers: Vec<LayerTable> =
-            (0..chain.layers.len()).map(|layer| described(chain, layer, precision, sequence)).collect();
+        let described = |layer: usize| {
+            let of = LayerProfile::described(chain, &[layer], precision, sequence);
+            let name = chain.layers[layer].name.clone();
+            LayerTable { name, parameters: of.parameters, output_bytes: of.output_bytes }
+        };
+        let layers: Vec<LayerTable> = (0..chain.layers.len()).map(described).collect();
         let of_kind = |kind: &str| {
             if let Some(device) = profile.and_then(|profile| profile.device(kind, precision)) {
                 let found = profile.map_or(sequence, |profile| profile.sequence);
@@ -121,6 +125,10 @@ impl Costs {
                     let wanted = layers.len();
                     return Err(Error::TableLength { kind: kind.to_owned(), found, wanted });
                 }
+            }
+            let curves = table.forward.iter().chain(&table.backward);
+            if let Some(what) = curves.filter_map(TimeCurve::defect).next() {
+                return Err(Error::TableCurve { kind: kind.to_owned(), what });
             }
             let mut costs = KindCosts {
                 kind: kind.to_owned(),
@@ -202,10 +210,11 @@ impl KindCosts {
     ) -> Result<KindCosts> {
         let update = device.update_seconds_per_parameter;
         let update = update.or_else(|| Some(estimate::update_seconds(catalogue::find(kind)?, precision)));
+        let update = update.ok_or_else(|| Error::UnknownUpdate { kind: kind.to_owned() })?;
         let mut costs = KindCosts {
             kind: kind.to_owned(),
             estimated: device.estimated,
-            update_seconds_per_parameter: update.unwrap_or(0.0),
+            update_seconds_per_parameter: update,
             of_layer: Vec::new(),
             curves: Vec::new(),
         };
@@ -230,17 +239,5 @@ impl KindCosts {
             self.curves.push(Seconds::new(curve));
             self.curves.len() - 1
         }) as u32
-    }
-}
-
-/// A chain's layer as far as costs go.
-pub(crate) fn described(chain: &Chain, layer: usize, precision: Precision, sequence: usize) -> LayerTable {
-    let of = &chain.layers[layer];
-    let tensors = of.tensors.iter().map(|(_, tensor)| &chain.tensors[*tensor]);
-    let trained = tensors.filter(|spec| spec.running.is_none());
-    LayerTable {
-        name: of.name.clone(),
-        parameters: trained.map(|spec| spec.elements() as u64).sum(),
-        output_bytes: of.kind.output_bytes(1, sequence, precision),
     }
 }

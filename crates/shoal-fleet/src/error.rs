@@ -36,8 +36,14 @@ pub enum Error {
     OtherSequence { found: usize, wanted: usize },
     #[error("nothing is known of the device kind \"{kind}\": it is in no profile, nor in the catalogue")]
     UnknownKind { kind: String, nearest: Option<&'static str> },
+    #[error(
+        "the profile of {kind} does not say how long its optimizer takes, and the catalogue does not know it"
+    )]
+    UnknownUpdate { kind: String },
     #[error("the table of {kind} has {found} layers, and there are {wanted}")]
     TableLength { kind: String, found: usize, wanted: usize },
+    #[error("a curve in the table of {kind} {what}")]
+    TableCurve { kind: String, what: String },
 }
 
 impl Error {
@@ -69,7 +75,10 @@ impl Error {
             Error::UnknownKind { nearest: None, .. } => {
                 "measure it with `shoal profile`, or name a kind of the catalogue (docs/fleet.md)"
             }
-            Error::TableLength { .. } => "give every kind a curve for each layer",
+            Error::UnknownUpdate { .. } => "measure it again with `shoal profile`, which says it now",
+            Error::TableLength { .. } | Error::TableCurve { .. } => {
+                "give every kind a curve for each layer, with seconds for rising numbers of samples"
+            }
         };
         Some(hint.to_owned())
     }

@@ -1,8 +1,8 @@
 //! What there is to train on: nodes, the devices in them, and what joins them. Read from `fleet.toml`, which
-//! [`read`] and [`keys`] know; everything here is plain numbers, so that fleets can also be made in code.
+//! [`read`] knows; everything here is plain numbers, so that fleets can also be made in code.
 
-mod keys;
 mod read;
+mod section;
 
 use std::collections::BTreeMap;
 use std::ops::Range;

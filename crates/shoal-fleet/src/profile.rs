@@ -8,7 +8,7 @@ mod write;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use shoal_model::Precision;
+use shoal_model::{Chain, Precision};
 
 use crate::catalogue;
 use crate::curve::TimeCurve;
@@ -126,6 +126,42 @@ impl Profile {
     pub fn link(&self, scope: LinkScope, kind: &str) -> Option<&Link> {
         let found = self.links.iter().find(|link| link.scope == scope && catalogue::same(&link.kind, kind));
         found.map(|found| &found.link)
+    }
+}
+
+/// The layers of a chain that are equal: the same work by the same number of parameters. Each is measured once.
+pub fn equal_layers(chain: &Chain) -> Vec<Vec<usize>> {
+    let mut groups: Vec<Vec<usize>> = Vec::new();
+    let shapes = |layer: usize| {
+        let tensors = chain.layers[layer].tensors.iter();
+        tensors.map(|(slot, tensor)| (*slot, &chain.tensors[*tensor].shape)).collect::<Vec<_>>()
+    };
+    for (layer, of) in chain.layers.iter().enumerate() {
+        let is_equal = |group: &&mut Vec<usize>| {
+            chain.layers[group[0]].kind == of.kind && shapes(group[0]) == shapes(layer)
+        };
+        match groups.iter_mut().find(is_equal) {
+            Some(group) => group.push(layer),
+            None => groups.push(vec![layer]),
+        }
+    }
+    groups
+}
+
+impl LayerProfile {
+    /// What a chain says of equal layers; nothing is measured yet. A tied tensor counts in each layer that uses it.
+    pub fn described(chain: &Chain, equal: &[usize], precision: Precision, sequence: usize) -> LayerProfile {
+        let of = &chain.layers[equal[0]];
+        let tensors = of.tensors.iter().map(|(_, tensor)| &chain.tensors[*tensor]);
+        let trained = tensors.filter(|spec| spec.running.is_none());
+        LayerProfile {
+            layers: equal.iter().map(|layer| chain.layers[*layer].name.clone()).collect(),
+            parameters: trained.map(|spec| spec.elements() as u64).sum(),
+            forward_flops: of.kind.forward_flops(sequence),
+            output_bytes: of.kind.output_bytes(1, sequence, precision),
+            forward: TimeCurve::default(),
+            backward: TimeCurve::default(),
+        }
     }
 }
 
