@@ -123,9 +123,13 @@ pub fn find(name: &str) -> Option<&'static Kind> {
 /// The kind whose name is closest, if any is close.
 pub fn nearest(name: &str) -> Option<&'static str> {
     let wanted = key(name);
+    let likeness = |kind: &'static Kind| {
+        let names = kind.aliases.iter().map(|alias| alias.to_string()).chain([key(kind.name)]);
+        names.map(|known| strsim::jaro_winkler(&wanted, &known)).fold(0.0, f64::max)
+    };
     KINDS
         .iter()
-        .map(|kind| (strsim::jaro_winkler(&wanted, &key(kind.name)), kind.name))
+        .map(|kind| (likeness(kind), kind.name))
         .filter(|(likeness, _)| *likeness > 0.75)
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, name)| name)
@@ -166,5 +170,98 @@ impl Kind {
             // Its memory is the host's: a copy reads and writes.
             None => Link::new(self.memory_bytes_per_second / 2.0, 0.0),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_matched_however_they_are_written() {
+        for (written, name) in [
+            ("h200", "H200"),
+            ("NVIDIA H200", "H200"),
+            ("Tesla V100-SXM2-16GB", "V100-16"),
+            ("V100", "V100-16"),
+            ("v100_32", "V100-32"),
+            ("V100 32 GB", "V100-32"),
+            ("NVIDIA A100-SXM4-80GB", "A100-80"),
+            ("A100 40GB", "A100-40"),
+            ("NVIDIA A100 80GB PCIe", "A100-80"),
+            ("NVIDIA H100 80GB HBM3", "H100"),
+            ("NVIDIA H100 PCIe", "H100 PCIe"),
+            ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+            ("rtx3090", "RTX 3090"),
+            ("4090", "RTX 4090"),
+            ("NVIDIA RTX A6000", "A6000"),
+            ("NVIDIA A10G", "A10G"),
+            ("TITAN RTX", "Titan RTX"),
+            ("cpu", "CPU"),
+        ] {
+            assert_eq!(find(written).map(|kind| kind.name), Some(name), "{written}");
+        }
+        assert!(find("abacus").is_none());
+        assert!(same("Tesla T4", "t4") && !same("T4", "L4") && same("my device", "My-Device"));
+    }
+
+    #[test]
+    fn no_two_kinds_share_a_name() {
+        let mut names: Vec<String> = KINDS
+            .iter()
+            .flat_map(|kind| kind.aliases.iter().map(|alias| alias.to_string()).chain([key(kind.name)]))
+            .collect();
+        names.sort();
+        assert!(names.windows(2).all(|pair| pair[0] != pair[1]), "{names:?}");
+        // An alias that its own key differs from would never be found.
+        assert!(names.iter().all(|name| key(name) == *name), "{names:?}");
+    }
+
+    #[test]
+    fn figures_hang_together() {
+        for kind in KINDS {
+            assert!(kind.half_flops >= kind.fp32_flops, "{}", kind.name);
+            // Between 10 and 800 operations a byte: anything else is a slipped unit.
+            let intensity = kind.half_flops / kind.memory_bytes_per_second;
+            assert!((10.0..800.0).contains(&intensity), "{}: {intensity}", kind.name);
+            assert!(kind.memory_bytes.is_none_or(|bytes| (10 << 30..160 << 30).contains(&bytes)));
+            assert_eq!(kind.tf32_flops.is_some(), kind.has_bf16, "{}: both came with Ampere", kind.name);
+        }
+    }
+
+    #[test]
+    fn the_documented_table_is_this_one() {
+        let documented = include_str!("../../../docs/fleet.md");
+        for kind in KINDS.iter().filter(|kind| kind.pcie_generation.is_some()) {
+            let tf32 = kind.tf32_flops.map_or(String::new(), |rate| (rate / TERA).to_string());
+            let row = [
+                kind.name.to_owned(),
+                (kind.memory_bytes.unwrap_or(0) >> 20).to_string(),
+                (kind.half_flops / TERA).to_string(),
+                tf32,
+                (kind.fp32_flops / TERA).to_string(),
+                (kind.memory_bytes_per_second / GIGA).to_string(),
+                kind.pcie_generation.unwrap_or(0).to_string(),
+            ];
+            let row = format!("| {} |", row.join(" | "));
+            assert!(documented.contains(&row), "{row}");
+        }
+    }
+
+    #[test]
+    fn a_misspelt_kind_has_a_nearest() {
+        assert_eq!(nearest("V10O-32"), Some("V100-32"));
+        assert_eq!(nearest("RTX 309"), Some("RTX 3090"));
+        assert_eq!(nearest("zzz"), None);
+    }
+
+    #[test]
+    fn rates_go_by_what_the_device_has() {
+        let v100 = find("V100").unwrap();
+        assert_eq!(v100.flops(Precision::Fp16), 125e12);
+        assert_eq!(v100.flops(Precision::Bf16), 15.7e12);
+        assert_eq!(v100.flops(Precision::Tf32), 15.7e12);
+        assert_eq!(find("A100").unwrap().flops(Precision::Tf32), 156e12);
+        assert_eq!(find("H200").unwrap().host_link().bytes_per_second, 52e9);
     }
 }

@@ -74,7 +74,10 @@ impl TimeCurve {
 
     /// The same with the fit at hand.
     pub(crate) fn at_with(&self, fit: &Fit, samples: usize) -> f64 {
-        let after = self.samples.partition_point(|known| *known < samples);
+        let after = match self.samples.binary_search(&samples) {
+            Ok(place) => return self.seconds[place],
+            Err(after) => after,
+        };
         match after {
             _ if samples == 0 => 0.0,
             // Fewer never take more, nor less than their share.
@@ -97,5 +100,81 @@ impl TimeCurve {
         let seconds = self.seconds.iter().map(|seconds| seconds * factor).collect();
         let line = self.line.map(|(slope, intercept)| (slope * factor, intercept * factor));
         TimeCurve { samples: self.samples.clone(), seconds, line }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_line_is_found_and_followed() {
+        let curve = TimeCurve::new(vec![2, 4, 8], vec![3.0, 5.0, 9.0]);
+        let fit = curve.fit();
+        assert!((fit.slope - 1.0).abs() < 1e-12 && (fit.intercept - 1.0).abs() < 1e-12);
+        assert!(fit.worst_relative_error < 1e-12);
+        for (samples, seconds) in [(0, 0.0), (1, 2.0), (3, 4.0), (6, 7.0), (100, 101.0)] {
+            assert!((curve.at(samples) - seconds).abs() < 1e-9, "{samples}");
+        }
+    }
+
+    #[test]
+    fn one_entry_goes_through_the_origin() {
+        let curve = TimeCurve::new(vec![4], vec![2.0]);
+        assert_eq!((curve.at(1), curve.at(4), curve.at(8)), (0.5, 2.0, 4.0));
+    }
+
+    #[test]
+    fn a_published_line_is_taken_beyond_the_table() {
+        let curve = TimeCurve { line: Some((2.0, 1.0)), ..TimeCurve::new(vec![1, 2], vec![3.5, 5.0]) };
+        assert_eq!((curve.at(2), curve.at(10)), (5.0, 21.0));
+        assert!((curve.fit().worst_relative_error - 0.5 / 3.5).abs() < 1e-12);
+    }
+
+    #[test]
+    fn the_error_of_a_fit_is_its_worst() {
+        let fit = TimeCurve::new(vec![1, 2, 3], vec![1.0, 4.0, 1.0]).fit();
+        assert!((fit.worst_relative_error - 1.0).abs() < 1e-12, "{fit:?}");
+    }
+
+    #[test]
+    fn defects_are_said() {
+        let defect = |samples: &[usize], seconds: &[f64]| {
+            TimeCurve::new(samples.to_vec(), seconds.to_vec()).defect().unwrap_or_default()
+        };
+        assert!(defect(&[], &[]).contains("no entry"));
+        assert!(defect(&[1, 2], &[1.0]).contains("1 seconds"));
+        assert!(defect(&[2, 1], &[1.0, 2.0]).contains("not rising"));
+        assert!(defect(&[0], &[1.0]).contains("not rising"));
+        assert!(defect(&[1], &[f64::NAN]).contains("NaN"));
+        assert_eq!(defect(&[1], &[1.0]), "");
+    }
+
+    /// Tables whose seconds rise with their samples.
+    fn rising() -> impl Strategy<Value = TimeCurve> {
+        let samples = proptest::collection::btree_set(1usize..512, 1..12);
+        samples.prop_flat_map(|samples| {
+            let seconds = proptest::collection::vec(0.0..1.0f64, samples.len());
+            seconds.prop_map(move |mut seconds| {
+                seconds.sort_by(f64::total_cmp);
+                TimeCurve::new(samples.iter().copied().collect(), seconds)
+            })
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn entries_are_exact_and_more_samples_never_take_less(curve in rising()) {
+            for (samples, seconds) in curve.samples.iter().zip(&curve.seconds) {
+                prop_assert_eq!(curve.at(*samples), *seconds);
+            }
+            let all: Vec<f64> = (0..1024).map(|samples| curve.at(samples)).collect();
+            prop_assert!(all.iter().all(|seconds| *seconds >= 0.0));
+            for pair in all.windows(2) {
+                prop_assert!(pair[0] <= pair[1] + 1e-12);
+            }
+        }
     }
 }

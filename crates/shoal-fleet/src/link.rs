@@ -74,3 +74,61 @@ impl Link {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_link_takes_its_latency_and_its_bandwidth() {
+        let link = Link::new(1e9, 1e-3);
+        assert_eq!(link.seconds(0), 1e-3);
+        assert_eq!(link.seconds(1_000_000_000), 1.001);
+        assert_eq!(Link::NONE.seconds(u64::MAX), 0.0);
+    }
+
+    #[test]
+    fn measured_sizes_take_what_was_measured_and_others_lie_between() {
+        let link = Link::measured(vec![(1_000_000, 1e9), (1000, 1e7)]);
+        assert!((link.seconds(1000) - 1e-4).abs() < 1e-12);
+        assert!((link.seconds(1_000_000) - 1e-3).abs() < 1e-12);
+        assert!((link.seconds(500_500) - 5.5e-4).abs() < 1e-12);
+        assert!((link.seconds(2_000_000) - 2e-3).abs() < 1e-12);
+        // Nothing is faster than the shortest message that was measured.
+        assert_eq!(link.seconds(0), link.seconds_latency);
+    }
+
+    #[test]
+    fn the_slowest_of_two_links_governs_at_every_size() {
+        let (quick, wide) = (Link::new(1e9, 1e-6), Link::new(1e10, 1e-3));
+        let both = quick.slowest(&wide);
+        assert_eq!((both.seconds_latency, both.bytes_per_second), (1e-3, 1e9));
+        let measured = Link::measured(vec![(1 << 10, 1e8), (1 << 20, 5e8)]);
+        let both = quick.slowest(&measured);
+        for bytes in [1 << 10, 1 << 20] {
+            assert!((both.seconds(bytes) - measured.seconds(bytes)).abs() < 1e-12);
+        }
+    }
+
+    fn any_link() -> impl Strategy<Value = Link> {
+        let sizes = proptest::collection::btree_map(1u64..1 << 30, 1e6..1e11, 0..8);
+        (0.0..1e-2, 1e6..1e11, sizes).prop_map(|(seconds_latency, bytes_per_second, sizes)| Link {
+            seconds_latency,
+            bytes_per_second,
+            by_size: sizes.into_iter().collect(),
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn longer_messages_never_take_less(link in any_link(), other in any_link(), a in 0u64..1 << 31, b in 0u64..1 << 31) {
+            let (less, more) = (a.min(b), a.max(b));
+            for link in [&link, &link.slowest(&other)] {
+                let (quick, slow) = (link.seconds(less), link.seconds(more));
+                prop_assert!(quick >= 0.0 && quick <= slow * (1.0 + 1e-9), "{} > {} s", quick, slow);
+            }
+        }
+    }
+}

@@ -21,36 +21,29 @@ pub(super) fn text(profile: &Profile) -> String {
     String::from_utf8(bytes).expect("JSON is UTF-8")
 }
 
-/// Devices and layers begin lines; what is inside of them does not.
+/// Objects in lists begin lines: devices, layers and links.
 #[derive(Default)]
 struct Lines {
-    depth: usize,
+    is_in_list: bool,
 }
 
 impl Formatter for Lines {
     fn begin_object<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        self.depth += 1;
-        if matches!(self.depth, 2 | 3) {
-            writer.write_all(b"\n")?;
-        }
-        writer.write_all(b"{")
-    }
-
-    fn end_object<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        self.depth -= 1;
-        writer.write_all(b"}")
-    }
-
-    fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        writer.write_all(b": ")
+        writer.write_all(if self.is_in_list { b"\n{" } else { b"{" })
     }
 
     fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
         if first { Ok(()) } else { writer.write_all(b", ") }
     }
 
+    fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        self.is_in_list = false;
+        writer.write_all(b": ")
+    }
+
     fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
+        self.is_in_list = true;
+        if first { Ok(()) } else { writer.write_all(b",") }
     }
 }
 
