@@ -90,27 +90,29 @@ impl Costs {
         precision: Precision,
         sequence: usize,
     ) -> Result<Costs> {
-        let described = |layer: usize| {
-            let of = LayerProfile::described(chain, &[layer], precision, sequence);
-            let name = chain.layers[layer].name.clone();
-            LayerTable { name, parameters: of.parameters, output_bytes: of.output_bytes }
-        };
-        let layers: Vec<LayerTable> = (0..chain.layers.len()).map(described).collect();
+        let single = |layer: usize| LayerProfile::described(chain, &[layer], precision, sequence);
+        let described: Vec<LayerProfile> = (0..chain.layers.len()).map(single).collect();
         let of_kind = |kind: &str| {
             if let Some(device) = profile.and_then(|profile| profile.device(kind, precision)) {
                 let found = profile.map_or(sequence, |profile| profile.sequence);
                 if found != sequence {
                     return Err(Error::OtherSequence { found, wanted: sequence });
                 }
-                return KindCosts::measured(device, kind, &layers, precision);
+                return KindCosts::profiled(device, kind, &described);
             }
             let Some(known) = catalogue::find(kind) else {
                 return Err(Error::UnknownKind { kind: kind.to_owned(), nearest: catalogue::nearest(kind) });
             };
             let device = estimate::device(chain, known, precision, sequence);
-            KindCosts::measured(&device, kind, &layers, precision)
+            KindCosts::profiled(&device, kind, &described)
         };
         let kinds = fleet.kinds().into_iter().map(of_kind).collect::<Result<_>>()?;
+        let table = |mut of: LayerProfile| LayerTable {
+            name: of.layers.swap_remove(0),
+            parameters: of.parameters,
+            output_bytes: of.output_bytes,
+        };
+        let layers = described.into_iter().map(table).collect();
         Ok(Costs::of(layers, kinds, fleet))
     }
 
@@ -202,14 +204,11 @@ impl Costs {
 }
 
 impl KindCosts {
-    fn measured(
-        device: &DeviceProfile,
-        kind: &str,
-        layers: &[LayerTable],
-        precision: Precision,
-    ) -> Result<KindCosts> {
+    /// The layers are the chain's.
+    fn profiled(device: &DeviceProfile, kind: &str, layers: &[LayerProfile]) -> Result<KindCosts> {
         let update = device.update_seconds_per_parameter;
-        let update = update.or_else(|| Some(estimate::update_seconds(catalogue::find(kind)?, precision)));
+        let update =
+            update.or_else(|| Some(estimate::update_seconds(catalogue::find(kind)?, device.precision)));
         let update = update.ok_or_else(|| Error::UnknownUpdate { kind: kind.to_owned() })?;
         let mut costs = KindCosts {
             kind: kind.to_owned(),
@@ -219,12 +218,14 @@ impl KindCosts {
             curves: Vec::new(),
         };
         for layer in layers {
-            let Some(profile) = device.layer(&layer.name) else {
-                return Err(Error::MissingLayer { kind: kind.to_owned(), layer: layer.name.clone() });
+            let name = &layer.layers[0];
+            let Some(profile) = device.layer(name) else {
+                return Err(Error::MissingLayer { kind: kind.to_owned(), layer: name.clone() });
             };
-            if profile.parameters != layer.parameters {
-                let (found, wanted) = (profile.parameters, layer.parameters);
-                return Err(Error::OtherModel { layer: layer.name.clone(), found, wanted });
+            // Not its parameters: a table of positions is as long as the sequences it was measured with.
+            let (found, wanted) = (profile.forward_flops, layer.forward_flops);
+            if found != wanted {
+                return Err(Error::OtherModel { layer: name.clone(), found, wanted });
             }
             let pair = (costs.place(&profile.forward), costs.place(&profile.backward));
             costs.of_layer.push(pair);

@@ -30,7 +30,7 @@ pub enum Error {
     Contradiction { what: String },
     #[error("the profile has no layer {layer} of {kind}")]
     MissingLayer { kind: String, layer: String },
-    #[error("the profile's layer {layer} has {found} parameters, the model's {wanted}")]
+    #[error("the profile's layer {layer} takes {found} operations a sample, the model's {wanted}")]
     OtherModel { layer: String, found: u64, wanted: u64 },
     #[error("the profile was measured on samples of {found} rows, and these have {wanted}")]
     OtherSequence { found: usize, wanted: usize },

@@ -96,6 +96,22 @@ fn faster_kinds_are_estimated_to_be_faster() {
 }
 
 #[test]
+fn every_preset_is_estimated() {
+    let fleet = fleet(&["L4"]);
+    for name in Model::preset_names() {
+        let model = Model::preset(name).unwrap();
+        let (chain, sequence) = (model.chain(), model.positions().min(256));
+        for precision in Precision::ALL {
+            let costs = Costs::new(&chain, &fleet, None, precision, sequence).unwrap();
+            for layer in 0..costs.layers() {
+                let (forward, backward) = (costs.forward(layer, 0, 4), costs.backward(layer, 0, 4));
+                assert!(forward > 0.0 && backward >= forward, "{name}, {}", chain.layers[layer].name);
+            }
+        }
+    }
+}
+
+#[test]
 fn a_kind_that_nobody_knows_is_refused() {
     let fleet = fleet(&["V10O-32"]);
     let error = Costs::new(&chain("gpt2-124m"), &fleet, None, Precision::Fp16, 64).unwrap_err();

@@ -2,7 +2,7 @@
 //! samples, written as profile.json. What is timed is what training runs: the program's instructions, by the
 //! device's own clock.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use shoal_engine::{EngineError, Replay};
@@ -46,14 +46,21 @@ pub fn run(options: Options) -> Result {
         let what = "--rounds and each of --samples are at least 1".to_owned();
         return Err(CliError::said(what, "leave them out for the defaults"));
     }
-    // Before anything is measured: a file that cannot be read would cost all of it.
-    let others: Vec<Profile> =
-        options.merge.iter().map(|path| Profile::read(path)).collect::<std::result::Result<_, _>>()?;
     let (model, sequence) = options.of.sized()?;
+    // Before anything is measured: a file that cannot be read, or is of another model, would cost all of it.
+    let nothing = Profile {
+        format: FORMAT,
+        model: options.of.model.clone(),
+        sequence,
+        devices: Vec::new(),
+        links: Vec::new(),
+    };
+    let known =
+        options.merge.iter().try_fold(nothing.clone(), |all, path| all.merge(Profile::read(path)?))?;
     let device = options.on.choose(options.precision)?;
     let chain = model.chain();
     let mut measured = Measured::new(&chain);
-    for samples in options.samples.iter().copied() {
+    for samples in options.samples.iter().copied().collect::<BTreeSet<_>>() {
         let settings = TrialSettings {
             batch: samples,
             sequence,
@@ -77,9 +84,6 @@ pub fn run(options: Options) -> Result {
     let samples = measured.samples.clone();
     let kind = catalogue::name(device.kind());
     let profile = Profile {
-        format: FORMAT,
-        model: options.of.model.clone(),
-        sequence,
         devices: vec![DeviceProfile {
             kind,
             device: device.title(),
@@ -89,10 +93,9 @@ pub fn run(options: Options) -> Result {
             step: Some(TimeCurve::new(samples.clone(), measured.step_seconds.clone())),
             layers: measured.layers(&chain, options.precision, sequence),
         }],
-        links: Vec::new(),
+        ..nothing
     };
-    let profile = others.into_iter().rev().try_fold(profile, |all, other| other.merge(all))?;
-    profile.write(&options.out)?;
+    known.merge(profile)?.write(&options.out)?;
     println!("wrote {}: {} layers, {samples:?} samples", options.out.display(), chain.layers.len());
     Ok(())
 }
