@@ -166,6 +166,7 @@ impl Executor {
             rest = if matches!(instruction.op, Op::Update { .. }) {
                 let (updates, others) = rest.split_at(together(|op| matches!(op, Op::Update { .. })));
                 self.update(&mut step, updates)?;
+                self.stamp(Some(instruction.op))?;
                 others
             } else if only_computes(&instruction.op) && step.training {
                 let (computing, others) = rest.split_at(together(only_computes));
