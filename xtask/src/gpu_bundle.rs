@@ -60,13 +60,15 @@ logs="$(mktemp -d)"
 SHOAL_CUDA_CASES=1 ./kernels-cuda norm:: > /dev/null 2>&1
 check() {
     tool="$1"; name="$2"; shift 2
-    if timeout 500 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" --test-threads 1 > "$logs/$name" 2>&1
+    # nvjet kernels are cuBLASLt's own: racecheck does not know the barriers they use.
+    if timeout 500 compute-sanitizer --tool "$tool" --kernel-name-exclude kns=nvjet --error-exitcode 9 "$@" \
+        --test-threads 1 > "$logs/$name" 2>&1
     then echo "passed $(grep -c '^test .* ok' "$logs/$name") tests" >> "$logs/$name"
     else echo "FAILED" >> "$logs/$name"; fi
     echo "$tool $name: $(grep -a SUMMARY "$logs/$name") $(tail -n 1 "$logs/$name")"
 }
-for module in attention convolution::convolution embedding images linear norm::norm optimizer pixels pointwise; do
-    check racecheck "$module" ./kernels-cuda "$module" &
+for module in attention:: convolution:: embedding:: images:: linear:: norm:: optimizer:: pixels:: pointwise::; do
+    check racecheck "$module" ./kernels-cuda "$module" --skip large_convolutions --skip very_many &
 done
 check racecheck flash ./kernels-unit cuda::flash &
 check memcheck everything ./kernels-cuda --skip large_convolutions --skip very_many &

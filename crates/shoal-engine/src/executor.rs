@@ -167,6 +167,7 @@ impl Executor {
                 let (updates, others) =
                     rest.split_at(together(|op| matches!(op, Op::Update { at: Tier::Device, .. })));
                 self.update(&mut step, updates)?;
+                self.stamp(Some(instruction.op))?;
                 others
             } else if only_computes(&instruction.op) && step.training {
                 let (computing, others) = rest.split_at(together(only_computes));

@@ -13,6 +13,8 @@ pub enum CliError {
     File { path: PathBuf, source: std::io::Error },
     #[error(transparent)]
     Engine(#[from] EngineError),
+    #[error(transparent)]
+    Fleet(#[from] shoal_fleet::Error),
 }
 
 impl CliError {
@@ -31,6 +33,7 @@ impl CliError {
             CliError::Said { hint, .. } => hint.clone(),
             CliError::File { .. } => Some("check that the path exists and can be read and written".into()),
             CliError::Engine(error) => error.hint(),
+            CliError::Fleet(error) => error.hint(),
         }
     }
 }

@@ -27,8 +27,9 @@ impl Executor {
         self.replay = replay;
     }
 
-    /// Runs a training program, and says how many seconds the device took for each instruction that computes. One
-    /// that starts whole steps at once cannot tell.
+    /// Runs a training program, and says how many seconds the device took for each instruction that computes, and for
+    /// updates, of which the first stands for all that reach the device with it. One that starts whole steps at once
+    /// cannot tell.
     pub fn time_instructions(&mut self, program: &Program, input: &StepInput) -> Result<Vec<(Op, f64)>> {
         assert_ne!(self.replay, Replay::Step, "a step that is started at once has no parts");
         self.stamps = Some((Vec::new(), Vec::new()));
@@ -40,8 +41,11 @@ impl Executor {
         Ok(ops.into_iter().zip(seconds?).collect())
     }
 
-    fn stamp(&mut self, done: Option<Op>) -> Result {
-        if let Some((stamps, ops)) = &mut self.stamps {
+    /// Notes when an instruction was done, or when the first one began.
+    pub(super) fn stamp(&mut self, done: Option<Op>) -> Result {
+        if let Some((stamps, ops)) = &mut self.stamps
+            && (done.is_some() || stamps.is_empty())
+        {
             stamps.push(self.device.stamp()?);
             ops.extend(done);
         }

@@ -2,11 +2,12 @@
 //! samples, written as profile.json. What is timed is what training runs: the program's instructions, by the
 //! device's own clock.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-use serde::Serialize;
 use shoal_engine::{EngineError, Replay};
+use shoal_fleet::profile::{FORMAT, equal_layers};
+use shoal_fleet::{DeviceProfile, LayerProfile, Profile, TimeCurve, catalogue};
 use shoal_model::{Chain, Precision};
 use shoal_plan::{Op, PlanError};
 
@@ -32,41 +33,13 @@ pub struct Options {
     /// Where to write it
     #[arg(long, default_value = "profile.json")]
     out: PathBuf,
+    /// A profile to add this one to, such as another machine's; may be given several times
+    #[arg(long)]
+    merge: Vec<PathBuf>,
 }
-
-/// Raised when the file's meaning changes; docs/profile.md describes it.
-const FORMAT: u32 = 1;
 
 /// Steps before anything is measured: the device chooses algorithms, and learns to start instructions at once.
 const WARM_UP_STEPS: usize = 4;
-
-#[derive(Serialize)]
-struct Profile {
-    format: u32,
-    model: String,
-    device: String,
-    precision: &'static str,
-    /// Rows of a sample: tokens, patches, or one.
-    sequence: usize,
-    /// Numbers of samples that were measured.
-    samples: Vec<usize>,
-    /// Seconds of a whole step, by the number of samples.
-    step_seconds: Vec<f64>,
-    layers: Vec<LayerProfile>,
-}
-
-/// Seconds by the number of samples.
-#[derive(Serialize)]
-struct LayerProfile {
-    layer: String,
-    parameters: usize,
-    /// Operations of one sample's forward.
-    forward_flops: u64,
-    /// Bytes that one sample hands on.
-    output_bytes: u64,
-    forward_seconds: Vec<f64>,
-    backward_seconds: Vec<f64>,
-}
 
 pub fn run(options: Options) -> Result {
     if options.rounds == 0 || options.samples.is_empty() || options.samples.contains(&0) {
@@ -74,21 +47,20 @@ pub fn run(options: Options) -> Result {
         return Err(CliError::said(what, "leave them out for the defaults"));
     }
     let (model, sequence) = options.of.sized()?;
-    let device = options.on.choose(options.precision)?;
-    let chain = model.chain();
-    let mut profile = Profile {
+    // Before anything is measured: a file that cannot be read, or is of another model, would cost all of it.
+    let nothing = Profile {
         format: FORMAT,
         model: options.of.model.clone(),
-        device: device.title(),
-        precision: options.precision.name(),
         sequence,
-        samples: Vec::new(),
-        step_seconds: Vec::new(),
-        layers: (0..chain.layers.len())
-            .map(|layer| described(&chain, layer, sequence, options.precision))
-            .collect(),
+        devices: Vec::new(),
+        links: Vec::new(),
     };
-    for samples in options.samples.iter().copied() {
+    let known =
+        options.merge.iter().try_fold(nothing.clone(), |all, path| all.merge(Profile::read(path)?))?;
+    let device = options.on.choose(options.precision)?;
+    let chain = model.chain();
+    let mut measured = Measured::new(&chain);
+    for samples in options.samples.iter().copied().collect::<BTreeSet<_>>() {
         let settings = TrialSettings {
             batch: samples,
             sequence,
@@ -103,62 +75,123 @@ pub fn run(options: Options) -> Result {
             }
             trial => trial?,
         };
-        measure(&mut trial, &options, samples, &mut profile)?;
+        measured.add(&mut trial, options.rounds, samples)?;
     }
-    let text = serde_json::to_string_pretty(&profile).unwrap_or_default() + "\n";
-    std::fs::write(&options.out, text).map_err(CliError::at(&options.out))?;
-    println!(
-        "wrote {}: {} layers, {:?} samples",
-        options.out.display(),
-        profile.layers.len(),
-        profile.samples
-    );
+    if measured.samples.is_empty() {
+        let what = format!("{}: no number of samples fits its memory", device.title());
+        return Err(CliError::said(what, "give it more with --memory, or take fewer --samples"));
+    }
+    let samples = measured.samples.clone();
+    let kind = catalogue::name(device.kind());
+    let profile = Profile {
+        devices: vec![DeviceProfile {
+            kind,
+            device: device.title(),
+            precision: options.precision,
+            estimated: false,
+            update_seconds_per_parameter: Some(measured.update_seconds() / chain.parameters() as f64),
+            step: Some(TimeCurve::new(samples.clone(), measured.step_seconds.clone())),
+            layers: measured.layers(&chain, options.precision, sequence),
+        }],
+        ..nothing
+    };
+    known.merge(profile)?.write(&options.out)?;
+    println!("wrote {}: {} layers, {samples:?} samples", options.out.display(), chain.layers.len());
     Ok(())
 }
 
-fn described(chain: &Chain, layer: usize, sequence: usize, precision: Precision) -> LayerProfile {
-    let of = &chain.layers[layer];
-    let trained = of.tensors.iter().map(|(_, tensor)| &chain.tensors[*tensor]);
-    LayerProfile {
-        layer: of.name.clone(),
-        parameters: trained.filter(|spec| spec.running.is_none()).map(|spec| spec.elements()).sum(),
-        forward_flops: of.kind.forward_flops(sequence),
-        output_bytes: of.kind.output_bytes(1, sequence, precision),
-        forward_seconds: Vec::new(),
-        backward_seconds: Vec::new(),
-    }
+/// What is known so far.
+struct Measured {
+    samples: Vec<usize>,
+    /// By the number of samples.
+    step_seconds: Vec<f64>,
+    /// Of the whole model's update: the number of samples does not change it.
+    updates: Vec<f64>,
+    /// By layer, then by the number of samples.
+    forward: Vec<Vec<f64>>,
+    backward: Vec<Vec<f64>>,
 }
 
-/// Adds one number of samples to the profile.
-fn measure(trial: &mut Trial, options: &Options, samples: usize, profile: &mut Profile) -> Result {
-    trial.train(WARM_UP_STEPS)?;
-    let step_seconds = trial.train(options.rounds)?.0 / options.rounds as f64;
-    // From here on the parts of a step are wanted.
-    trial.executor.set_replay(Replay::Instruction);
-    trial.train(WARM_UP_STEPS)?;
-    // Seconds of each layer's forward and backward, round by round.
-    let mut rounds: BTreeMap<(usize, bool), Vec<f64>> = BTreeMap::new();
-    for _ in 0..options.rounds {
-        let mut taken: BTreeMap<(usize, bool), f64> = BTreeMap::new();
-        for (op, seconds) in trial.time_instructions()? {
-            let (layer, backward) = match op {
-                Op::Begin { layer, .. } | Op::Forward { layer, .. } => (layer, false),
-                Op::BeginBackward { layer, .. } | Op::Backward { layer, .. } => (layer, true),
-                _ => continue,
+impl Measured {
+    fn new(chain: &Chain) -> Measured {
+        let nothing = vec![Vec::new(); chain.layers.len()];
+        Measured {
+            samples: Vec::new(),
+            step_seconds: Vec::new(),
+            updates: Vec::new(),
+            forward: nothing.clone(),
+            backward: nothing,
+        }
+    }
+
+    /// Adds one number of samples.
+    fn add(&mut self, trial: &mut Trial, rounds: usize, samples: usize) -> Result {
+        trial.train(WARM_UP_STEPS)?;
+        let step_seconds = trial.train(rounds)?.0 / rounds as f64;
+        // From here on the parts of a step are wanted.
+        trial.executor.set_replay(Replay::Instruction);
+        trial.train(WARM_UP_STEPS)?;
+        // Seconds of each part, round by round.
+        let mut parts: BTreeMap<Part, Vec<f64>> = BTreeMap::new();
+        for _ in 0..rounds {
+            let mut taken: BTreeMap<Part, f64> = BTreeMap::new();
+            for (op, seconds) in trial.time_instructions()? {
+                let Some(part) = Part::of(&op) else { continue };
+                *taken.entry(part).or_default() += seconds;
+            }
+            for (part, seconds) in taken {
+                parts.entry(part).or_default().push(seconds);
+            }
+        }
+        for (part, mut seconds) in parts {
+            let all = match part {
+                Part::Forward(layer) => &mut self.forward[layer],
+                Part::Backward(layer) => &mut self.backward[layer],
+                Part::Update => &mut self.updates,
             };
-            *taken.entry((layer, backward)).or_default() += seconds;
+            all.push(median(&mut seconds));
         }
-        for (part, seconds) in taken {
-            rounds.entry(part).or_default().push(seconds);
+        self.samples.push(samples);
+        self.step_seconds.push(step_seconds);
+        eprintln!("{samples} samples: a step takes {:.3} ms", 1e3 * step_seconds);
+        Ok(())
+    }
+
+    fn update_seconds(&self) -> f64 {
+        median(&mut self.updates.clone())
+    }
+
+    /// Equal layers as one: the mean of theirs, so that the sum over the chain stays.
+    fn layers(&self, chain: &Chain, precision: Precision, sequence: usize) -> Vec<LayerProfile> {
+        let mean = |of: &[Vec<f64>], equal: &[usize]| {
+            let at =
+                |index: usize| equal.iter().map(|layer| of[*layer][index]).sum::<f64>() / equal.len() as f64;
+            TimeCurve::new(self.samples.clone(), (0..self.samples.len()).map(at).collect())
+        };
+        let row = |equal: Vec<usize>| LayerProfile {
+            forward: mean(&self.forward, &equal),
+            backward: mean(&self.backward, &equal),
+            ..LayerProfile::described(chain, &equal, precision, sequence)
+        };
+        equal_layers(chain).into_iter().map(row).collect()
+    }
+}
+
+/// What an instruction's time counts towards.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Part {
+    Forward(usize),
+    Backward(usize),
+    Update,
+}
+
+impl Part {
+    fn of(op: &Op) -> Option<Part> {
+        match *op {
+            Op::Begin { layer, .. } | Op::Forward { layer, .. } => Some(Part::Forward(layer)),
+            Op::BeginBackward { layer, .. } | Op::Backward { layer, .. } => Some(Part::Backward(layer)),
+            Op::Update { .. } => Some(Part::Update),
+            _ => None,
         }
     }
-    for ((layer, backward), mut seconds) in rounds {
-        let layer = &mut profile.layers[layer];
-        let all = if backward { &mut layer.backward_seconds } else { &mut layer.forward_seconds };
-        all.push(median(&mut seconds));
-    }
-    profile.samples.push(samples);
-    profile.step_seconds.push(step_seconds);
-    eprintln!("{samples} samples: a step takes {:.3} ms", 1e3 * step_seconds);
-    Ok(())
 }

@@ -1,0 +1,145 @@
+//! What there is to train on: nodes, the devices in them, and what joins them. Read from `fleet.toml`, which
+//! [`read`] knows; everything here is plain numbers, so that fleets can also be made in code.
+
+mod read;
+mod section;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+
+use crate::error::{Error, Result};
+use crate::link::Link;
+use crate::profile::{LinkScope, Profile};
+
+/// Nodes and devices are known by their places in these lists.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fleet {
+    pub nodes: Vec<Node>,
+    pub devices: Vec<Device>,
+    pub zones: Vec<String>,
+    /// Between nodes of different zones, where their pair has no link of its own.
+    pub zone_link: Link,
+    /// By two zones, the lower first.
+    pub zone_pairs: BTreeMap<(usize, usize), Link>,
+    /// By two nodes, the lower first: all that lies between their hosts.
+    pub node_pairs: BTreeMap<(usize, usize), Link>,
+}
+
+/// A machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Node {
+    pub name: String,
+    pub zone: usize,
+    pub host_memory_bytes: u64,
+    /// Of the host's memory; all copies and the host's optimizer share it.
+    pub host_bytes_per_second: f64,
+    pub disk: Option<Disk>,
+    /// Its network interface, which its devices share.
+    pub network: Link,
+    /// Between two of its devices; through the host where there is none.
+    pub device_link: Option<Link>,
+    pub devices: Range<usize>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct Device {
+    pub name: String,
+    /// The catalogue's name where it knows the kind.
+    pub kind: String,
+    pub node: usize,
+    pub memory_bytes: u64,
+    pub dollars_per_hour: f64,
+    /// Whether it may be taken away at any moment.
+    pub spot: bool,
+    /// To and from the host's memory, each way.
+    pub host_link: Link,
+    /// Whether the file said so, or the link follows from the kind: only then may a measured one take its place.
+    pub host_link_stated: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Disk {
+    pub bytes: u64,
+    pub read_bytes_per_second: f64,
+    pub write_bytes_per_second: f64,
+}
+
+impl Fleet {
+    pub fn read(path: &Path) -> Result<Fleet> {
+        let text = std::fs::read_to_string(path).map_err(|cause| Error::Io { path: path.into(), cause })?;
+        Fleet::parse(&text, &path.display().to_string())
+    }
+
+    /// From the text of a `fleet.toml`, whose name errors are to give.
+    pub fn parse(text: &str, name: &str) -> Result<Fleet> {
+        read::fleet(text, name)
+    }
+
+    /// What a message between two devices passes: the slowest of it, at every size.
+    pub fn link(&self, from: usize, to: usize) -> Link {
+        let (a, b) = (&self.devices[from], &self.devices[to]);
+        if from == to {
+            return Link::NONE;
+        }
+        let through_hosts = a.host_link.slowest(&b.host_link);
+        if a.node == b.node {
+            return self.nodes[a.node].device_link.clone().unwrap_or(through_hosts);
+        }
+        self.node_link(a.node, b.node).slowest(&through_hosts)
+    }
+
+    /// Between the memories of two hosts.
+    pub fn node_link(&self, from: usize, to: usize) -> Link {
+        let pair = |a: usize, b: usize| (a.min(b), a.max(b));
+        let (a, b) = (&self.nodes[from], &self.nodes[to]);
+        if from == to {
+            return Link::NONE;
+        }
+        if let Some(link) = self.node_pairs.get(&pair(from, to)) {
+            return link.clone();
+        }
+        let interfaces = a.network.slowest(&b.network);
+        if a.zone == b.zone {
+            return interfaces;
+        }
+        let between = self.zone_pairs.get(&pair(a.zone, b.zone)).unwrap_or(&self.zone_link);
+        interfaces.slowest(between)
+    }
+
+    pub fn same_node(&self, a: usize, b: usize) -> bool {
+        self.devices[a].node == self.devices[b].node
+    }
+
+    pub fn dollars_per_hour(&self) -> f64 {
+        self.devices.iter().map(|device| device.dollars_per_hour).sum()
+    }
+
+    /// The kinds of its devices, each once, in the order of the devices.
+    pub fn kinds(&self) -> Vec<&str> {
+        let mut kinds: Vec<&str> = Vec::new();
+        for device in &self.devices {
+            if !kinds.contains(&device.kind.as_str()) {
+                kinds.push(&device.kind);
+            }
+        }
+        kinds
+    }
+
+    /// Measured links in the place of those that follow from the kind; what the file says stays.
+    pub fn use_measured_links(&mut self, profile: &Profile) {
+        for device in self.devices.iter_mut().filter(|device| !device.host_link_stated) {
+            if let Some(link) = profile.link(LinkScope::Host, &device.kind) {
+                device.host_link = link.clone();
+            }
+        }
+        for node in self.nodes.iter_mut().filter(|node| node.device_link.is_none()) {
+            let mut kinds = self.devices[node.devices.clone()].iter().map(|device| &device.kind);
+            let Some(first) = kinds.next() else { continue };
+            // What was measured between two of a kind says nothing of a mixture.
+            if kinds.all(|kind| kind == first) {
+                node.device_link = profile.link(LinkScope::Device, first).cloned();
+            }
+        }
+    }
+}
