@@ -1,0 +1,1 @@
+//! To each layer the number of devices that suits it, under a budget of device-seconds.

@@ -1,0 +1,1 @@
+//! Per-layer times and memory of many GPU kinds, and a plan of theirs.

@@ -1,0 +1,1 @@
+//! Per-layer A100 profiles by batch.
