@@ -10,9 +10,11 @@
 //! - [`effects`]: what each instruction reads, makes, uses up and adds to.
 //! - [`verify`]: whether a program's order is one its dependencies allow.
 //! - [`memory`]: a program's memory over its course, to the byte.
+//! - [`draw`]: random tables, for tests of what must hold for all.
 //! - [`one_device`]: the search for the best table on a single device.
 
 pub mod compile;
+pub mod draw;
 pub mod effects;
 pub mod layout;
 pub mod meetings;
