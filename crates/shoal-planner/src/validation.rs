@@ -3,3 +3,4 @@
 
 pub mod cephalo;
 pub mod deeppool;
+pub mod sailor;

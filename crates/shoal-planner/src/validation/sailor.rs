@@ -1,0 +1,1 @@
+//! Per-layer profiles, and exact plans with the step times and memory that were measured.
