@@ -76,10 +76,28 @@ pub fn simulate(
     settings: Settings,
 ) -> Result<Simulated, ProgramError> {
     let meetings = Meetings::new(programs, layout)?;
-    let mut clock = Clock::new(programs, layout, &meetings, world, settings);
-    clock.run();
+    let devices = layout.plan.devices.len();
+    let mut clock = Clock::new(devices, &meetings, world.capacities(), settings);
+    for program in programs {
+        clock.add(program, layout, world, program.device);
+    }
+    for device in 0..devices {
+        clock.go_on(device);
+    }
+    clock.run(&mut |_, _, _| {});
     clock.result()
 }
+
+/// How far a program has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Milestone {
+    /// It has nothing left to compute.
+    Computed,
+    Over,
+}
+
+/// Told of programs' milestones; it may add others.
+type Told<'t, 'a> = dyn FnMut(&mut Clock<'a>, usize, Milestone) + 't;
 
 enum Event {
     /// An instruction's fixed time is over, its bytes remain.
@@ -126,7 +144,7 @@ impl Ord for Timed {
     }
 }
 
-/// How far a program has come.
+/// A program under way.
 struct Course<'a> {
     program: &'a Program,
     /// How many of those that each instruction comes after have not finished.
@@ -141,10 +159,13 @@ struct Course<'a> {
     early: Vec<(usize, usize)>,
     /// Those of them that may by now.
     may: Vec<usize>,
-    is_busy: [bool; SERIAL_LANES],
     spans: Vec<Span>,
     left: usize,
+    computations_left: usize,
     meter: Option<Memory<'a>>,
+    world: &'a dyn World,
+    /// Where it runs: not always the device that the program names.
+    device: usize,
 }
 
 struct Memory<'a> {
@@ -155,7 +176,13 @@ struct Memory<'a> {
 }
 
 impl<'a> Course<'a> {
-    fn new(program: &'a Program, layout: &'a Layout, memory: bool) -> Course<'a> {
+    fn new(
+        program: &'a Program,
+        layout: &'a Layout,
+        world: &'a dyn World,
+        device: usize,
+        memory: bool,
+    ) -> Course<'a> {
         let instructions = &program.instructions;
         let compiled = instructions.iter().enumerate().all(|(place, i)| i.id as usize == place);
         let by_id: HashMap<u32, u32> = match compiled {
@@ -192,9 +219,11 @@ impl<'a> Course<'a> {
             next: 0,
             early,
             may: Vec::new(),
-            is_busy: [false; SERIAL_LANES],
+            world,
+            device,
             spans: vec![Span::default(); instructions.len()],
             left: instructions.len(),
+            computations_left: instructions.iter().filter(|i| i.lane == Lane::Compute).count(),
             meter: memory.then(|| Memory {
                 meter: Meter::new(layout, program.device),
                 phases: vec![(0, 0); instructions.len()],
@@ -204,13 +233,13 @@ impl<'a> Course<'a> {
         }
     }
 
-    fn can_start(&self, place: usize) -> bool {
+    fn can_start(&self, place: usize, busy: &[bool; SERIAL_LANES]) -> bool {
         self.awaits[place] == 0
-            && serial(self.program.instructions[place].lane).is_none_or(|lane| !self.is_busy[lane])
+            && serial(self.program.instructions[place].lane).is_none_or(|lane| !busy[lane])
     }
 
-    /// An instruction that can start now.
-    fn startable(&mut self) -> Option<usize> {
+    /// An instruction that can start now, with these lanes of the device busy.
+    fn startable(&mut self, busy: &[bool; SERIAL_LANES]) -> Option<usize> {
         while self.has_started.get(self.next).copied().unwrap_or(false) {
             self.next += 1;
         }
@@ -218,10 +247,11 @@ impl<'a> Course<'a> {
             let place = self.early.pop().expect("there is a last").1;
             self.may.push(place);
         }
-        if self.next < self.has_started.len() && self.can_start(self.next) {
+        if self.next < self.has_started.len() && self.can_start(self.next, busy) {
             return Some(self.next);
         }
-        let may = self.may.iter().position(|place| !self.has_started[*place] && self.can_start(*place))?;
+        let may =
+            self.may.iter().position(|place| !self.has_started[*place] && self.can_start(*place, busy))?;
         Some(self.may.swap_remove(may))
     }
 
@@ -229,9 +259,6 @@ impl<'a> Course<'a> {
         let instruction = &self.program.instructions[place];
         self.has_started[place] = true;
         self.spans[place].start = now;
-        if let Some(lane) = serial(instruction.lane) {
-            self.is_busy[lane] = true;
-        }
         if let Some(memory) = &mut self.meter {
             let phase = memory.meter.phase(&instruction.op);
             memory.phases[place] = (phase.peak, phase.gain as i64 - phase.loss as i64);
@@ -243,8 +270,8 @@ impl<'a> Course<'a> {
     fn finish(&mut self, place: usize, now: f64) {
         self.spans[place].end = now;
         self.left -= 1;
-        if let Some(lane) = serial(self.program.instructions[place].lane) {
-            self.is_busy[lane] = false;
+        if self.program.instructions[place].lane == Lane::Compute {
+            self.computations_left -= 1;
         }
         let range = self.first_follower[place] as usize..self.first_follower[place + 1] as usize;
         for follower in range {
@@ -274,36 +301,39 @@ impl<'a> Course<'a> {
     }
 }
 
-struct Clock<'a> {
+/// Programs under way, on devices that they may share.
+pub(crate) struct Clock<'a> {
     courses: Vec<Course<'a>>,
+    /// Programs on each device that are not over, the one that came first first: it has every lane before the others.
+    here: Vec<Vec<usize>>,
+    busy: Vec<[bool; SERIAL_LANES]>,
     meetings: &'a Meetings,
     /// Members of each meeting that have not started.
     missing: Vec<u32>,
-    world: &'a dyn World,
     settings: Settings,
     flows: Flows,
     /// What each transfer belongs to.
     carried: Vec<What>,
     events: BinaryHeap<Timed>,
     number: u64,
-    now: f64,
+    pub(crate) now: f64,
 }
 
 impl<'a> Clock<'a> {
-    fn new(
-        programs: &'a [Program],
-        layout: &'a Layout,
+    pub(crate) fn new(
+        devices: usize,
         meetings: &'a Meetings,
-        world: &'a dyn World,
+        capacities: &[f64],
         settings: Settings,
     ) -> Clock<'a> {
         Clock {
-            courses: programs.iter().map(|program| Course::new(program, layout, settings.memory)).collect(),
+            courses: Vec::new(),
+            here: vec![Vec::new(); devices],
+            busy: vec![[false; SERIAL_LANES]; devices],
             missing: meetings.all.iter().map(|meeting| meeting.members.len() as u32).collect(),
             meetings,
-            world,
             settings,
-            flows: Flows::new(world.capacities().to_vec()),
+            flows: Flows::new(capacities.to_vec()),
             carried: Vec::new(),
             events: BinaryHeap::new(),
             number: 0,
@@ -311,15 +341,27 @@ impl<'a> Clock<'a> {
         }
     }
 
-    fn run(&mut self) {
-        for program in 0..self.courses.len() {
-            self.go_on(program);
-        }
+    /// One more program on a device, behind those that are there. Returns its number.
+    pub(crate) fn add(
+        &mut self,
+        program: &'a Program,
+        layout: &'a Layout,
+        world: &'a dyn World,
+        device: usize,
+    ) -> usize {
+        let number = self.courses.len();
+        self.courses.push(Course::new(program, layout, world, device, self.settings.memory));
+        self.here[device].push(number);
+        number
+    }
+
+    /// Until nothing is under way.
+    pub(crate) fn run(&mut self, told: &mut Told<'_, 'a>) {
         while let Some(Timed { at, event, .. }) = self.events.pop() {
             match event {
                 Event::Finished { what } => {
                     self.now = at;
-                    self.finish(what);
+                    self.finish(what, told);
                 }
                 Event::Moves { what } => {
                     self.now = at;
@@ -330,7 +372,7 @@ impl<'a> Clock<'a> {
                     if self.flows.end(end, &mut |end| foreseen.push(end)) {
                         self.now = at;
                         self.foresee_ends(foreseen);
-                        self.finish(self.carried[end.flow]);
+                        self.finish(self.carried[end.flow], told);
                     }
                 }
             }
@@ -348,17 +390,30 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// Starts all that a program can start.
-    fn go_on(&mut self, program: usize) {
-        while let Some(place) = self.courses[program].startable() {
-            self.courses[program].start(place, self.now);
-            match self.meetings.of((program, place)) {
-                None => self.begin(What::Instruction(program, place)),
-                Some(meeting) => {
-                    self.missing[meeting] -= 1;
-                    if self.missing[meeting] == 0 {
-                        self.begin(What::Meeting(meeting));
-                    }
+    /// Starts all that a device's programs can start.
+    pub(crate) fn go_on(&mut self, device: usize) {
+        let mut turn = 0;
+        while turn < self.here[device].len() {
+            let program = self.here[device][turn];
+            match self.courses[program].startable(&self.busy[device]) {
+                None => turn += 1,
+                Some(place) => self.start(program, place),
+            }
+        }
+    }
+
+    fn start(&mut self, program: usize, place: usize) {
+        let course = &mut self.courses[program];
+        course.start(place, self.now);
+        if let Some(lane) = serial(course.program.instructions[place].lane) {
+            self.busy[course.device][lane] = true;
+        }
+        match self.meetings.of((program, place)) {
+            None => self.begin(What::Instruction(program, place)),
+            Some(meeting) => {
+                self.missing[meeting] -= 1;
+                if self.missing[meeting] == 0 {
+                    self.begin(What::Meeting(meeting));
                 }
             }
         }
@@ -367,13 +422,13 @@ impl<'a> Clock<'a> {
     fn work(&self, what: What) -> Work {
         match what {
             What::Instruction(program, place) => {
-                let program = self.courses[program].program;
-                self.world.alone(&program.instructions[place].op, program.device)
+                let course = &self.courses[program];
+                course.world.alone(&course.program.instructions[place].op, course.device)
             }
             What::Meeting(meeting) => {
                 let (program, place) = self.meetings.all[meeting].members[0];
-                let program = self.courses[program].program;
-                self.world.together(&program.instructions[place].op, program.device)
+                let course = &self.courses[program];
+                course.world.together(&course.program.instructions[place].op, course.device)
             }
         }
     }
@@ -413,21 +468,35 @@ impl<'a> Clock<'a> {
         1.0 + most * (mixed >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    fn finish(&mut self, what: What) {
-        match what {
-            What::Instruction(program, place) => {
-                self.courses[program].finish(place, self.now);
-                self.go_on(program);
+    fn finish(&mut self, what: What, told: &mut Told<'_, 'a>) {
+        let alone = match what {
+            What::Instruction(program, place) => [(program, place)],
+            What::Meeting(_) => [(0, 0)],
+        };
+        let meetings = self.meetings;
+        let members = match what {
+            What::Instruction(..) => &alone[..],
+            What::Meeting(meeting) => &meetings.all[meeting].members[..],
+        };
+        for (program, place) in members {
+            let course = &mut self.courses[*program];
+            course.finish(*place, self.now);
+            let (device, is_over) = (course.device, course.left == 0);
+            let lane = course.program.instructions[*place].lane;
+            let computed = lane == Lane::Compute && course.computations_left == 0;
+            if let Some(lane) = serial(lane) {
+                self.busy[device][lane] = false;
             }
-            What::Meeting(meeting) => {
-                let members = &self.meetings.all[meeting].members;
-                for (program, place) in members {
-                    self.courses[*program].finish(*place, self.now);
-                }
-                for (program, _) in members {
-                    self.go_on(*program);
-                }
+            if computed {
+                told(self, *program, Milestone::Computed);
             }
+            if is_over {
+                self.here[device].retain(|other| other != program);
+                told(self, *program, Milestone::Over);
+            }
+        }
+        for (program, _) in members {
+            self.go_on(self.courses[*program].device);
         }
     }
 

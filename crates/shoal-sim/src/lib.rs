@@ -4,11 +4,14 @@
 //!
 //! - [`clock`]: the clock itself.
 //! - [`flows`]: transfers that share links, and how long they take.
+//! - [`jobs`]: several jobs on a pool of devices.
 //! - [`world`]: what instructions cost on a fleet with a profile.
 
 pub mod clock;
 pub mod flows;
+pub mod jobs;
 pub mod world;
 
 pub use clock::{Jitter, Settings, Simulated, Span, simulate};
+pub use jobs::{OnDevice, PoolJob, simulate_jobs};
 pub use world::{FleetWorld, Work, World};
