@@ -116,8 +116,20 @@ pub fn plan(
     costs: &Costs,
     device: usize,
 ) -> Result<Spilled, SpilledError> {
-    let node = &fleet.nodes[fleet.devices[device].node];
     let budget_bytes = device_rows(fleet)[device].budget_bytes;
+    search(chain, step, fleet, costs, device, budget_bytes, &SHARES_ON_DEVICE)
+}
+
+fn search(
+    chain: &Chain,
+    step: StepShape,
+    fleet: &Fleet,
+    costs: &Costs,
+    device: usize,
+    budget_bytes: u64,
+    shares_on_device: &[f64],
+) -> Result<Spilled, SpilledError> {
+    let node = &fleet.nodes[fleet.devices[device].node];
     let tiers = match node.disk {
         Some(_) => vec![Tier::Host, Tier::Disk],
         None => vec![Tier::Host],
@@ -126,7 +138,7 @@ pub fn plan(
     for elsewhere in tiers {
         for activations in [Activations::Keep, Activations::Recompute, Activations::Offload] {
             for micro_batch in sizes(step.global_batch) {
-                for on_device in SHARES_ON_DEVICE {
+                for on_device in shares_on_device.iter().copied() {
                     let spill = Spill { device, micro_batch, activations, on_device, elsewhere };
                     let tried = try_spill(chain, step, fleet, costs, spill)?;
                     least = least.min(tried.memory.total());
@@ -200,7 +212,8 @@ pub struct Together {
     pub one_after_another_seconds: f64,
 }
 
-/// Plays `copies` of a model through, `steps` steps each, on a pool of equal devices.
+/// Plays `copies` of a model through, `steps` steps each, on a pool of equal devices. All state is on the host, where
+/// every device finds it.
 pub fn together(
     chain: &Chain,
     step: StepShape,
@@ -209,46 +222,71 @@ pub fn together(
     copies: usize,
     steps: usize,
 ) -> Result<Together, SpilledError> {
-    let best = plan(chain, step, fleet, costs, 0)?;
-    let devices = fleet.devices.len();
-    let plans: Vec<Plan> =
-        (0..devices).map(|device| table(chain, step, fleet, &Spill { device, ..best.spill })).collect();
-    let layouts: Vec<Layout> = plans.iter().map(|plan| Layout::new(plan, chain)).collect();
-    let worlds: Vec<FleetWorld> =
-        layouts.iter().map(|layout| FleetWorld::new(fleet, costs, layout)).collect();
-    let mut programs = Vec::new();
-    for (device, world) in worlds.iter().enumerate() {
-        programs.push(compile_paced(&plans[device], chain, Purpose::Train, world)?.swap_remove(device));
+    let budget_bytes = device_rows(fleet)[0].budget_bytes;
+    let of = Pooled { chain, step, fleet, costs, copies, steps };
+    // With half the memory a step, one step's end and the next one's beginning go on side by side.
+    let whole = of.play(&search(chain, step, fleet, costs, 0, budget_bytes, &[0.0])?)?;
+    match search(chain, step, fleet, costs, 0, budget_bytes / 2, &[0.0]) {
+        Ok(half) => {
+            let halves = of.play(&half)?;
+            Ok(if halves.seconds < whole.seconds { halves } else { whole })
+        }
+        Err(SpilledError::TooSmall { .. } | SpilledError::HostTooSmall { .. }) => Ok(whole),
+        Err(other) => Err(other),
     }
-    let on: Vec<OnDevice> = (0..devices)
-        .map(|device| OnDevice {
-            program: &programs[device],
-            layout: &layouts[device],
-            world: &worlds[device],
-            bytes: forecast_in(&programs[device], &layouts[device]).total(),
+}
+
+struct Pooled<'a> {
+    chain: &'a Chain,
+    step: StepShape,
+    fleet: &'a Fleet,
+    costs: &'a Costs,
+    copies: usize,
+    steps: usize,
+}
+
+impl Pooled<'_> {
+    fn play(&self, best: &Spilled) -> Result<Together, SpilledError> {
+        let Pooled { chain, step, fleet, costs, copies, steps } = *self;
+        let devices = fleet.devices.len();
+        let plans: Vec<Plan> =
+            (0..devices).map(|device| table(chain, step, fleet, &Spill { device, ..best.spill })).collect();
+        let layouts: Vec<Layout> = plans.iter().map(|plan| Layout::new(plan, chain)).collect();
+        let worlds: Vec<FleetWorld> =
+            layouts.iter().map(|layout| FleetWorld::new(fleet, costs, layout)).collect();
+        let mut programs = Vec::new();
+        for (device, world) in worlds.iter().enumerate() {
+            programs.push(compile_paced(&plans[device], chain, Purpose::Train, world)?.swap_remove(device));
+        }
+        let on: Vec<OnDevice> = (0..devices)
+            .map(|device| OnDevice {
+                program: &programs[device],
+                layout: &layouts[device],
+                world: &worlds[device],
+                bytes: best.memory.total(),
+            })
+            .collect();
+        let jobs = |count: usize| -> Vec<PoolJob> {
+            let job = || PoolJob { priority: 0, steps, step_seconds: best.simulated.seconds, on: on.clone() };
+            (0..count).map(|_| job()).collect()
+        };
+        let budgets: Vec<u64> = device_rows(fleet).iter().map(|row| row.budget_bytes).collect();
+        let resources = shoal_sim::World::resources(&worlds[0]);
+        let play = |count| simulate_jobs(&jobs(count), &budgets, resources, Settings::default()).seconds;
+        // As many models as there are devices, again and again; the last round may be smaller.
+        let (rounds, rest) = (copies / devices, copies % devices);
+        let one_after_another_seconds =
+            rounds as f64 * play(devices) + if rest > 0 { play(rest) } else { 0.0 };
+        let time = best.simulated.devices[0];
+        let computing = (time.computing + time.recomputing + time.updating) * (copies * steps) as f64;
+        let carried = host_bytes(best) * (copies * steps) as f64;
+        let bandwidth: f64 = fleet.nodes.iter().map(|node| node.host_bytes_per_second).sum();
+        Ok(Together {
+            seconds: play(copies),
+            bound_seconds: (computing / devices as f64).max(carried / bandwidth),
+            one_after_another_seconds,
         })
-        .collect();
-    let jobs = |count: usize, steps: usize| -> Vec<PoolJob> {
-        let job = || PoolJob { priority: 0, steps, step_seconds: best.simulated.seconds, on: on.clone() };
-        (0..count).map(|_| job()).collect()
-    };
-    let budgets: Vec<u64> = device_rows(fleet).iter().map(|row| row.budget_bytes).collect();
-    let capacities = shoal_sim::World::capacities(&worlds[0]);
-    let play = |count, steps| simulate_jobs(&jobs(count, steps), &budgets, capacities, Settings::default());
-    let played = play(copies, steps);
-    // As many models as there are devices, again and again; the last round may be smaller.
-    let (rounds, rest) = (copies / devices, copies % devices);
-    let one_after_another_seconds = rounds as f64 * play(devices.min(copies), steps).seconds
-        + if rest > 0 { play(rest, steps).seconds } else { 0.0 };
-    let time = best.simulated.devices[0];
-    let computing = (time.computing + time.recomputing + time.updating) * (copies * steps) as f64;
-    let carried = host_bytes(&best) * (copies * steps) as f64;
-    let bandwidth: f64 = fleet.nodes.iter().map(|node| node.host_bytes_per_second).sum();
-    Ok(Together {
-        seconds: played.seconds,
-        bound_seconds: (computing / devices as f64).max(carried / bandwidth),
-        one_after_another_seconds,
-    })
+    }
 }
 
 /// Bytes that one step moves through its host's memory.

@@ -7,7 +7,7 @@ use serde::Serialize;
 use shoal_plan::memory::Meter;
 use shoal_plan::{Lane, Layout, Meetings, Op, Program, ProgramError};
 
-use crate::flows::{End, Flows};
+use crate::flows::{End, Flows, Resource};
 use crate::world::{Work, World};
 
 /// Lanes on which one instruction at a time runs; the network is not among them.
@@ -77,7 +77,7 @@ pub fn simulate(
 ) -> Result<Simulated, ProgramError> {
     let meetings = Meetings::new(programs, layout)?;
     let devices = layout.plan.devices.len();
-    let mut clock = Clock::new(devices, &meetings, world.capacities(), settings);
+    let mut clock = Clock::new(devices, &meetings, world.resources(), settings);
     for program in programs {
         clock.add(program, layout, world, program.device);
     }
@@ -91,7 +91,7 @@ pub fn simulate(
 /// How far a program has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Milestone {
-    /// It has nothing left to compute.
+    /// All its layers are computed: sums, updates and copies remain.
     Computed,
     Over,
 }
@@ -142,6 +142,18 @@ impl Ord for Timed {
     fn cmp(&self, other: &Timed) -> Ordering {
         other.at.total_cmp(&self.at).then(other.number.cmp(&self.number))
     }
+}
+
+fn computes_layer(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::Begin { .. }
+            | Op::Forward { .. }
+            | Op::Recompute { .. }
+            | Op::BeginBackward { .. }
+            | Op::Backward { .. }
+            | Op::Predict { .. }
+    )
 }
 
 /// A program under way.
@@ -223,7 +235,7 @@ impl<'a> Course<'a> {
             device,
             spans: vec![Span::default(); instructions.len()],
             left: instructions.len(),
-            computations_left: instructions.iter().filter(|i| i.lane == Lane::Compute).count(),
+            computations_left: instructions.iter().filter(|i| computes_layer(&i.op)).count(),
             meter: memory.then(|| Memory {
                 meter: Meter::new(layout, program.device),
                 phases: vec![(0, 0); instructions.len()],
@@ -270,7 +282,7 @@ impl<'a> Course<'a> {
     fn finish(&mut self, place: usize, now: f64) {
         self.spans[place].end = now;
         self.left -= 1;
-        if self.program.instructions[place].lane == Lane::Compute {
+        if computes_layer(&self.program.instructions[place].op) {
             self.computations_left -= 1;
         }
         let range = self.first_follower[place] as usize..self.first_follower[place + 1] as usize;
@@ -323,7 +335,7 @@ impl<'a> Clock<'a> {
     pub(crate) fn new(
         devices: usize,
         meetings: &'a Meetings,
-        capacities: &[f64],
+        resources: &[Resource],
         settings: Settings,
     ) -> Clock<'a> {
         Clock {
@@ -333,7 +345,7 @@ impl<'a> Clock<'a> {
             missing: meetings.all.iter().map(|meeting| meeting.members.len() as u32).collect(),
             meetings,
             settings,
-            flows: Flows::new(capacities.to_vec()),
+            flows: Flows::new(resources.to_vec()),
             carried: Vec::new(),
             events: BinaryHeap::new(),
             number: 0,
@@ -483,7 +495,8 @@ impl<'a> Clock<'a> {
             course.finish(*place, self.now);
             let (device, is_over) = (course.device, course.left == 0);
             let lane = course.program.instructions[*place].lane;
-            let computed = lane == Lane::Compute && course.computations_left == 0;
+            let layer = computes_layer(&course.program.instructions[*place].op);
+            let computed = layer && course.computations_left == 0;
             if let Some(lane) = serial(lane) {
                 self.busy[device][lane] = false;
             }

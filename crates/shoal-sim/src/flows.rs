@@ -1,5 +1,15 @@
 //! Transfers under way. Each passes some resources (a link's one direction, a host's memory), which divide what they
-//! carry evenly among those that pass; a transfer is as fast as the least of its shares.
+//! carry evenly among those that pass; a transfer is as fast as the least of its shares. What a transfer leaves of its
+//! share of a pool, because a link holds it up, goes to the others there; of a link it is lost, which is a little
+//! pessimistic where several pass several links, and keeps a change among the neighbours.
+
+/// Something that transfers pass.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Resource {
+    pub bytes_per_second: f64,
+    /// Whether what one does not use goes to the others.
+    pub is_pool: bool,
+}
 
 /// A number of a transfer, reused after its end.
 pub type Flow = usize;
@@ -23,8 +33,9 @@ pub struct End {
 }
 
 pub struct Flows {
-    /// Bytes a second of each resource.
-    capacities: Vec<f64>,
+    resources: Vec<Resource>,
+    /// What a transfer gets at the most of each resource that is a pool.
+    levels: Vec<f64>,
     /// Who passes each.
     passing: Vec<Vec<Flow>>,
     flows: Vec<Under>,
@@ -32,9 +43,10 @@ pub struct Flows {
 }
 
 impl Flows {
-    pub fn new(capacities: Vec<f64>) -> Flows {
-        let passing = vec![Vec::new(); capacities.len()];
-        Flows { capacities, passing, flows: Vec::new(), free: Vec::new() }
+    pub fn new(resources: Vec<Resource>) -> Flows {
+        let passing = vec![Vec::new(); resources.len()];
+        let levels = resources.iter().map(|resource| resource.bytes_per_second).collect();
+        Flows { resources, levels, passing, flows: Vec::new(), free: Vec::new() }
     }
 
     /// Begins a transfer; the ends that change are given to `foresee`, its own among them.
@@ -81,9 +93,23 @@ impl Flows {
         true
     }
 
-    /// Rates of all that pass some resources.
-    fn share_anew(&mut self, now: f64, resources: &[u32], foresee: &mut impl FnMut(End)) {
-        for resource in resources {
+    /// Rates of all that pass some resources, or a pool that one of those passes too.
+    fn share_anew(&mut self, now: f64, changed: &[u32], foresee: &mut impl FnMut(End)) {
+        let mut resources = changed.to_vec();
+        for resource in changed {
+            for flow in &self.passing[*resource as usize] {
+                let pools = self.flows[*flow].resources.iter();
+                resources.extend(pools.filter(|resource| self.resources[**resource as usize].is_pool));
+            }
+        }
+        resources.sort_unstable();
+        resources.dedup();
+        for resource in &resources {
+            if self.resources[*resource as usize].is_pool {
+                self.levels[*resource as usize] = self.level(*resource as usize);
+            }
+        }
+        for resource in &resources {
             for place in 0..self.passing[*resource as usize].len() {
                 let flow = self.passing[*resource as usize][place];
                 let rate = self.rate(flow);
@@ -101,10 +127,35 @@ impl Flows {
         }
     }
 
+    /// An even share of a resource that is no pool.
+    fn share(&self, resource: usize) -> f64 {
+        self.resources[resource].bytes_per_second / self.passing[resource].len().max(1) as f64
+    }
+
+    /// What each may take of a pool: more than an even share, where links hold others below theirs.
+    fn level(&self, pool: usize) -> f64 {
+        let links = |flow: &Flow| {
+            let others = self.flows[*flow].resources.iter().map(|resource| *resource as usize);
+            let links = others.filter(|resource| !self.resources[*resource].is_pool);
+            links.map(|resource| self.share(resource)).fold(f64::MAX, f64::min)
+        };
+        let mut held_at: Vec<f64> = self.passing[pool].iter().map(links).collect();
+        held_at.sort_unstable_by(f64::total_cmp);
+        let mut left = self.resources[pool].bytes_per_second;
+        for (place, held_at_link) in held_at.iter().enumerate() {
+            let even = left / (held_at.len() - place) as f64;
+            if *held_at_link > even {
+                return even;
+            }
+            left -= held_at_link;
+        }
+        self.resources[pool].bytes_per_second
+    }
+
     fn rate(&self, flow: Flow) -> f64 {
         let shares = self.flows[flow].resources.iter().map(|resource| {
             let resource = *resource as usize;
-            self.capacities[resource] / self.passing[resource].len() as f64
+            if self.resources[resource].is_pool { self.levels[resource] } else { self.share(resource) }
         });
         shares.fold(f64::MAX, f64::min)
     }
@@ -116,7 +167,12 @@ mod tests {
 
     /// Plays transfers of (begin, bytes, resources) through; their ends.
     fn play(capacities: &[f64], transfers: &[(f64, f64, &[u32])]) -> Vec<f64> {
-        let mut flows = Flows::new(capacities.to_vec());
+        let links = capacities.iter().map(|rate| Resource { bytes_per_second: *rate, is_pool: false });
+        play_over(links.collect(), transfers)
+    }
+
+    fn play_over(resources: Vec<Resource>, transfers: &[(f64, f64, &[u32])]) -> Vec<f64> {
+        let mut flows = Flows::new(resources);
         let mut foreseen: Vec<End> = Vec::new();
         let mut of = std::collections::HashMap::new();
         let mut ends = vec![0.0; transfers.len()];
@@ -152,5 +208,17 @@ mod tests {
         assert_eq!(play(&[10.0, 5.0], &[(0.0, 50.0, &[0, 1]), (0.0, 50.0, &[0])]), [10.0, 10.0]);
         // After one ends, the other has all.
         assert_eq!(play(&[10.0], &[(0.0, 20.0, &[0]), (0.0, 100.0, &[0])]), [4.0, 12.0]);
+    }
+
+    #[test]
+    fn a_pool_gives_to_others_what_links_hold_up() {
+        let resource = |bytes_per_second, is_pool| Resource { bytes_per_second, is_pool };
+        let all = vec![resource(100.0, true), resource(10.0, false), resource(20.0, false)];
+        // Two over links of 10 and 20, and one that has the other 70; when they end, all.
+        let transfers: [(f64, f64, &[u32]); 3] =
+            [(0.0, 100.0, &[0, 1]), (0.0, 200.0, &[0, 2]), (0.0, 800.0, &[0])];
+        assert_eq!(play_over(all.clone(), &transfers), [10.0, 10.0, 11.0]);
+        // Two without links share evenly.
+        assert_eq!(play_over(all, &[(0.0, 100.0, &[0]), (0.0, 100.0, &[0])]), [2.0, 2.0]);
     }
 }

@@ -6,6 +6,7 @@ use shoal_plan::dispatch::{Waiting, next};
 use shoal_plan::{Layout, Meetings, Program};
 
 use crate::clock::{Clock, Milestone, Settings};
+use crate::flows::Resource;
 use crate::world::World;
 
 /// A job's step on one of the devices.
@@ -36,9 +37,14 @@ pub struct Played {
 }
 
 /// Plays jobs through on devices that have so many bytes each.
-pub fn simulate_jobs(jobs: &[PoolJob], budgets: &[u64], capacities: &[f64], settings: Settings) -> Played {
+pub fn simulate_jobs(
+    jobs: &[PoolJob],
+    budgets: &[u64],
+    resources: &[Resource],
+    settings: Settings,
+) -> Played {
     let nobody = Meetings::default();
-    let mut clock = Clock::new(budgets.len(), &nobody, capacities, settings);
+    let mut clock = Clock::new(budgets.len(), &nobody, resources, settings);
     let mut pool = Pool {
         jobs,
         left: jobs.iter().map(|job| job.steps).collect(),

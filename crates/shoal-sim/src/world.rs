@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::flows::Resource;
 use shoal_fleet::{Costs, Fleet, Link};
 use shoal_plan::{Holder, Layout, Op, Pace, Pass, Samples, Tier};
 
@@ -26,8 +27,8 @@ impl Work {
 
 /// Where programs run.
 pub trait World {
-    /// Bytes a second of each resource.
-    fn capacities(&self) -> &[f64];
+    /// What bytes pass.
+    fn resources(&self) -> &[Resource];
 
     /// An instruction that a device runs by itself.
     fn alone(&self, op: &Op, device: usize) -> Work;
@@ -41,7 +42,7 @@ pub struct FleetWorld<'a> {
     pub fleet: &'a Fleet,
     pub costs: &'a Costs,
     pub layout: &'a Layout<'a>,
-    capacities: Vec<f64>,
+    resources: Vec<Resource>,
     gathers: Vec<BTreeMap<Pass, Work>>,
     reductions: Vec<Work>,
     small: Work,
@@ -78,7 +79,7 @@ impl<'a> FleetWorld<'a> {
             fleet,
             costs,
             layout,
-            capacities: capacities(fleet),
+            resources: resources(fleet),
             gathers: Vec::new(),
             reductions: Vec::new(),
             small: Work::default(),
@@ -128,7 +129,7 @@ impl<'a> FleetWorld<'a> {
             true => vec![self.device(from, Way::ToPeers), self.device(to, Way::FromPeers)],
             false => vec![self.node(from, Shared::Out), self.node(to, Shared::In)],
         };
-        slowed(Work { seconds: link.seconds_latency, bytes, resources }, &link, &self.capacities)
+        slowed(Work { seconds: link.seconds_latency, bytes, resources }, &link, &self.resources)
     }
 
     /// A ring through devices, node by node, over which so many bytes pass each of them.
@@ -152,7 +153,7 @@ impl<'a> FleetWorld<'a> {
         // A ring of n has n - 1 steps, and each waits for one link.
         seconds *= rounds * (order.len() - 1) as f64 / order.len() as f64;
         let work = Work { seconds, bytes, resources };
-        slowest.map_or(work.clone(), |link| slowed(work, &link, &self.capacities))
+        slowest.map_or(work.clone(), |link| slowed(work, &link, &self.resources))
     }
 
     /// Parameters of a layer, from their holders to those who lack them.
@@ -224,21 +225,23 @@ impl<'a> FleetWorld<'a> {
 }
 
 /// Links that were measured may be slower for messages of a size than their nodes' interfaces: so many more bytes.
-fn slowed(mut work: Work, link: &Link, capacities: &[f64]) -> Work {
-    let narrowest =
-        work.resources.iter().map(|resource| capacities[*resource as usize]).fold(UNLIMITED, f64::min);
+fn slowed(mut work: Work, link: &Link, resources: &[Resource]) -> Work {
+    let rates = work.resources.iter().map(|resource| resources[*resource as usize].bytes_per_second);
+    let narrowest = rates.fold(UNLIMITED, f64::min);
     let alone = link.seconds(work.bytes as u64) - link.seconds_latency;
     work.bytes = work.bytes.max(alone * narrowest);
     work
 }
 
-fn capacities(fleet: &Fleet) -> Vec<f64> {
+fn resources(fleet: &Fleet) -> Vec<Resource> {
+    let link = |bytes_per_second| Resource { bytes_per_second, is_pool: false };
+    let pool = |bytes_per_second| Resource { bytes_per_second, is_pool: true };
     let mut all = Vec::new();
     for device in &fleet.devices {
         let node = &fleet.nodes[device.node];
         let host = device.host_link.bytes_per_second;
         let peers = node.device_link.as_ref().map_or(host, |link| link.bytes_per_second);
-        all.extend([host, host, peers, peers]);
+        all.extend([host, host, peers, peers].map(link));
     }
     for node in &fleet.nodes {
         let (read, write) = node
@@ -246,14 +249,14 @@ fn capacities(fleet: &Fleet) -> Vec<f64> {
             .as_ref()
             .map_or((UNLIMITED, UNLIMITED), |disk| (disk.read_bytes_per_second, disk.write_bytes_per_second));
         let network = node.network.bytes_per_second;
-        all.extend([network, network, node.host_bytes_per_second, read, write]);
+        all.extend([link(network), link(network), pool(node.host_bytes_per_second), pool(read), pool(write)]);
     }
     all
 }
 
 impl World for FleetWorld<'_> {
-    fn capacities(&self) -> &[f64] {
-        &self.capacities
+    fn resources(&self) -> &[Resource] {
+        &self.resources
     }
 
     fn alone(&self, op: &Op, device: usize) -> Work {

@@ -9,6 +9,7 @@ use shoal_plan::{
     Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Layout, Op, Order, Pass, Plan,
     Purpose, Residence, Samples, TensorRow, compile, compile_paced,
 };
+use shoal_sim::flows::Resource;
 use shoal_sim::{FleetWorld, Jitter, Settings, Work, World, simulate};
 
 /// Every instruction takes some time that depends on nothing but its kind and the seed.
@@ -22,14 +23,18 @@ impl AnyDelay {
         let mut draw = Draw::new(self.seed ^ (kind * 31 + device) as u64);
         // Some take a thousand times as long as others, and some nothing.
         let seconds = draw.of(&[0.0, 1e-3, 1e-2, 0.1, 1.0]);
-        let resources = vec![draw.below(4) as u32];
+        let resources = vec![draw.below(2) as u32, 2 + draw.below(2) as u32];
         Work { seconds, bytes: if draw.chance(30) { 10.0 } else { 0.0 }, resources }
     }
 }
 
 impl World for AnyDelay {
-    fn capacities(&self) -> &[f64] {
-        &[1.0, 100.0, 1e3, 1e4]
+    fn resources(&self) -> &[Resource] {
+        const fn some(bytes_per_second: f64, is_pool: bool) -> Resource {
+            Resource { bytes_per_second, is_pool }
+        }
+        const ALL: [Resource; 4] = [some(1.0, false), some(100.0, true), some(1e3, false), some(1e4, true)];
+        &ALL
     }
 
     fn alone(&self, op: &Op, device: usize) -> Work {
