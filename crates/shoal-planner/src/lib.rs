@@ -4,10 +4,12 @@
 //! - [`sharded`]: every layer on every device; samples and state divided separately, by what each device can do.
 //! - [`spilled`]: state on hosts and disks, layers streamed through a device; several models on a pool.
 //! - [`burst`]: to each layer the number of devices that suits it.
+//! - [`run`]: whole runs over a fleet that comes and goes.
 //! - [`validation`]: other systems' published measurements beside what our models say.
 
 pub mod burst;
 pub mod pipeline;
+pub mod run;
 pub mod sharded;
 pub mod spilled;
 pub mod validation;
