@@ -1,6 +1,7 @@
 //! The searches for the best table. Each knows one shape of it and a cost model for that shape.
 //!
 //! - [`pipeline`]: runs of layers on devices one after the other, in replicas.
+//! - [`mixed`]: pipelines whose stages are groups of devices.
 //! - [`sharded`]: every layer on every device; samples and state divided separately, by what each device can do.
 //! - [`spilled`]: state on hosts and disks, layers streamed through a device; several models on a pool.
 //! - [`burst`]: to each layer the number of devices that suits it.
@@ -8,6 +9,7 @@
 //! - [`validation`]: other systems' published measurements beside what our models say.
 
 pub mod burst;
+pub mod mixed;
 pub mod pipeline;
 pub mod run;
 pub mod sharded;
