@@ -5,9 +5,11 @@
 //! - [`sharded`]: every layer on every device; samples and state divided separately, by what each device can do.
 //! - [`spilled`]: state on hosts and disks, layers streamed through a device; several models on a pool.
 //! - [`burst`]: to each layer the number of devices that suits it.
+//! - [`auto`]: the best of all shapes.
 //! - [`run`]: whole runs over a fleet that comes and goes.
 //! - [`validation`]: other systems' published measurements beside what our models say.
 
+pub mod auto;
 pub mod burst;
 pub mod mixed;
 pub mod pipeline;

@@ -125,9 +125,7 @@ fn bars(program: &Program, spans: &[Span], scale: f64, y: f64, computing: bool) 
         .instructions
         .iter()
         .zip(spans)
-        .filter(|(instruction, _)| {
-            matches!(instruction.lane, Lane::Compute | Lane::Host) == computing
-        })
+        .filter(|(instruction, _)| matches!(instruction.lane, Lane::Compute | Lane::Host) == computing)
         .filter_map(|(instruction, span)| Some((span.start, span.end, Kind::of(instruction)?)))
         .collect();
     all.sort_by(|a, b| a.0.total_cmp(&b.0));
