@@ -44,6 +44,30 @@ pub struct Settings {
     pub state_bytes: u64,
 }
 
+/// The order in which machines take the places of a plan: those that stay keep theirs as far as they can, so that little
+/// moves; newcomers, and then the last, fill what is left open.
+#[derive(Clone, Debug, Default)]
+pub struct Places(Vec<String>);
+
+impl Places {
+    /// The machines that are there now, each in its place.
+    pub fn of(&mut self, machines: &BTreeSet<String>) -> &[String] {
+        let mut newcomers: Vec<&String> =
+            machines.iter().filter(|machine| !self.0.contains(machine)).rev().collect();
+        for place in (0..self.0.len()).rev() {
+            if machines.contains(&self.0[place]) {
+                continue;
+            }
+            match newcomers.pop() {
+                Some(machine) => self.0[place] = machine.clone(),
+                None => drop(self.0.swap_remove(place)),
+            }
+        }
+        self.0.extend(newcomers.into_iter().rev().cloned());
+        &self.0
+    }
+}
+
 /// Where device-seconds went.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Spent {
@@ -119,6 +143,11 @@ pub fn over(
     }
     run.report.seconds = run.now;
     run.report
+}
+
+/// The machine that a device is in: fleets name devices after them.
+fn machine(device: &str) -> &str {
+    device.rsplit_once(':').map_or(device, |(machine, _)| machine)
 }
 
 fn change(machines: &mut BTreeSet<String>, event: &TraceEvent) {
@@ -205,10 +234,9 @@ impl Run<'_> {
         plan_for: &mut dyn FnMut(&BTreeSet<String>) -> Option<Step>,
     ) {
         self.report.changes += 1;
-        let gone = self
-            .step
-            .as_ref()
-            .is_some_and(|step| step.plan.devices.iter().any(|device| !machines.contains(&device.name)));
+        let gone = self.step.as_ref().is_some_and(|step| {
+            step.plan.devices.iter().any(|device| !machines.contains(machine(&device.name)))
+        });
         let next = plan_for(&machines);
         self.machines = machines;
         if !gone && !self.pays(next.as_ref()) {
@@ -254,7 +282,8 @@ impl Run<'_> {
     fn moving(&self, next: Option<&Step>) -> (f64, bool) {
         let (Some(now), Some(next)) = (&self.step, next) else { return (0.0, false) };
         let Morphing::Live { bytes_per_second, .. } = self.settings.morphing else { return (0.0, false) };
-        let difference = Difference::new(&now.plan, &next.plan, |device| self.machines.contains(device));
+        let difference =
+            Difference::new(&now.plan, &next.plan, |device| self.machines.contains(machine(device)));
         let traffic = difference.traffic();
         let most = traffic.values().map(|(received, sent)| *received.max(sent)).max().unwrap_or_default();
         let seconds = (most * self.settings.state_bytes) as f64 / bytes_per_second;

@@ -41,12 +41,17 @@ impl FleetOptions {
             return Err(CliError::said("no fleet is named", "name one with --fleet FILE: docs/fleet.md"));
         };
         let mut fleet = Fleet::read(file)?;
-        let profile = self.profile.as_deref().map(Profile::read).transpose()?;
-        if let Some(profile) = &profile {
-            fleet.use_measured_links(profile);
+        if let Some(profile) = &self.profile {
+            fleet.use_measured_links(&Profile::read(profile)?);
         }
-        let costs = Costs::new(chain, &fleet, profile.as_ref(), job.precision, job.sequence)?;
+        let costs = self.costs(job, chain, &fleet)?;
         Ok(OnFleet { fleet, costs })
+    }
+
+    /// What layers cost on a fleet.
+    pub fn costs(&self, job: &Job, chain: &Chain, fleet: &Fleet) -> Result<Costs> {
+        let profile = self.profile.as_deref().map(Profile::read).transpose()?;
+        Ok(Costs::new(chain, fleet, profile.as_ref(), job.precision, job.sequence)?)
     }
 
     fn shapes(&self) -> Result<Vec<Shape>> {
