@@ -22,6 +22,8 @@ struct Under {
     /// Raised whenever its end changes: ends that were foreseen before are void.
     version: u32,
     is_under_way: bool,
+    /// The last change that it was looked at for.
+    seen: u64,
 }
 
 /// An end as it is foreseen now.
@@ -40,13 +42,15 @@ pub struct Flows {
     passing: Vec<Vec<Flow>>,
     flows: Vec<Under>,
     free: Vec<Flow>,
+    /// Changes so far.
+    changes: u64,
 }
 
 impl Flows {
     pub fn new(resources: Vec<Resource>) -> Flows {
         let passing = vec![Vec::new(); resources.len()];
         let levels = resources.iter().map(|resource| resource.bytes_per_second).collect();
-        Flows { resources, levels, passing, flows: Vec::new(), free: Vec::new() }
+        Flows { resources, levels, passing, flows: Vec::new(), free: Vec::new(), changes: 0 }
     }
 
     /// Begins a transfer; the ends that change are given to `foresee`, its own among them.
@@ -58,6 +62,7 @@ impl Flows {
             resources: resources.to_vec(),
             version: 0,
             is_under_way: true,
+            seen: 0,
         };
         let flow = match self.free.pop() {
             Some(flow) => {
@@ -96,11 +101,9 @@ impl Flows {
     /// Rates of all that pass some resources, or a pool that one of those passes too.
     fn share_anew(&mut self, now: f64, changed: &[u32], foresee: &mut impl FnMut(End)) {
         let mut resources = changed.to_vec();
-        for resource in changed {
-            for flow in &self.passing[*resource as usize] {
-                let pools = self.flows[*flow].resources.iter();
-                resources.extend(pools.filter(|resource| self.resources[**resource as usize].is_pool));
-            }
+        for flow in self.pass_any(changed) {
+            let pools = self.flows[flow].resources.iter();
+            resources.extend(pools.filter(|resource| self.resources[**resource as usize].is_pool));
         }
         resources.sort_unstable();
         resources.dedup();
@@ -109,22 +112,36 @@ impl Flows {
                 self.levels[*resource as usize] = self.level(*resource as usize);
             }
         }
-        for resource in &resources {
-            for place in 0..self.passing[*resource as usize].len() {
-                let flow = self.passing[*resource as usize][place];
-                let rate = self.rate(flow);
-                let under = &mut self.flows[flow];
-                if rate == under.rate {
-                    continue;
+        for flow in self.pass_any(&resources) {
+            let rate = self.rate(flow);
+            let under = &mut self.flows[flow];
+            if rate == under.rate {
+                continue;
+            }
+            if under.rate.is_finite() {
+                under.bytes_left = (under.bytes_left - (now - under.since) * under.rate).max(0.0);
+            }
+            (under.rate, under.since) = (rate, now);
+            under.version += 1;
+            foresee(End { at: now + under.bytes_left / rate, flow, version: under.version });
+        }
+    }
+
+    /// Who passes some resources, each once: a collective passes as many as it has members, and would be looked at
+    /// for each of them.
+    fn pass_any(&mut self, resources: &[u32]) -> Vec<Flow> {
+        self.changes += 1;
+        let mut found = Vec::new();
+        for resource in resources {
+            for flow in &self.passing[*resource as usize] {
+                let seen = &mut self.flows[*flow].seen;
+                if *seen != self.changes {
+                    *seen = self.changes;
+                    found.push(*flow);
                 }
-                if under.rate.is_finite() {
-                    under.bytes_left = (under.bytes_left - (now - under.since) * under.rate).max(0.0);
-                }
-                (under.rate, under.since) = (rate, now);
-                under.version += 1;
-                foresee(End { at: now + under.bytes_left / rate, flow, version: under.version });
             }
         }
+        found
     }
 
     /// An even share of a resource that is no pool.
@@ -208,6 +225,17 @@ mod tests {
         assert_eq!(play(&[10.0, 5.0], &[(0.0, 50.0, &[0, 1]), (0.0, 50.0, &[0])]), [10.0, 10.0]);
         // After one ends, the other has all.
         assert_eq!(play(&[10.0], &[(0.0, 20.0, &[0]), (0.0, 100.0, &[0])]), [4.0, 12.0]);
+    }
+
+    #[test]
+    fn a_transfer_over_many_resources_is_looked_at_once_a_change() {
+        let mut flows = Flows::new(vec![Resource { bytes_per_second: 1.0, is_pool: false }; 100]);
+        let all: Vec<u32> = (0..100).collect();
+        let wide = flows.begin(0.0, 1.0, &all, &mut |_| {});
+        let narrow = flows.begin(0.0, 1.0, &[7], &mut |_| {});
+        assert_eq!(flows.pass_any(&all), [wide, narrow]);
+        assert_eq!(flows.pass_any(&[3]), [wide]);
+        assert!(flows.pass_any(&[]).is_empty());
     }
 
     #[test]
