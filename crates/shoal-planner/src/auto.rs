@@ -10,7 +10,7 @@ use shoal_plan::{Layout, Plan, Purpose, compile_paced};
 use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 use thiserror::Error;
 
-use crate::{mixed, spilled};
+use crate::{mirrors, mixed, spilled};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -136,6 +136,16 @@ fn propose(
             count => Err(format!("it is for one device, the fleet has {count}")),
         },
     }
+}
+
+/// A candidate whose state is on two machines at least, played through again.
+pub fn mirrored(
+    candidate: &Candidate,
+    chain: &Chain,
+    fleet: &Fleet,
+    costs: &Costs,
+) -> Result<Candidate, String> {
+    play(candidate.shape, mirrors::mirrored(&candidate.plan, fleet), chain, fleet, costs)
 }
 
 /// Plays a table through and holds it to the fleet's memory.

@@ -1,6 +1,7 @@
 //! The searches for the best table. Each knows one shape of it and a cost model for that shape.
 //!
 //! - [`pipeline`]: runs of layers on devices one after the other, in replicas.
+//! - [`mirrors`]: state on two machines, against the loss of one.
 //! - [`mixed`]: pipelines whose stages are groups of devices.
 //! - [`sharded`]: every layer on every device; samples and state divided separately, by what each device can do.
 //! - [`spilled`]: state on hosts and disks, layers streamed through a device; several models on a pool.
@@ -11,6 +12,7 @@
 
 pub mod auto;
 pub mod burst;
+pub mod mirrors;
 pub mod mixed;
 pub mod pipeline;
 pub mod run;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use shoal_fleet::Trace;
 use shoal_model::Chain;
 use shoal_plan::{Layout, Plan, Purpose, compile_paced, memory, verify_all};
+use shoal_planner::auto;
 use shoal_planner::run::{self, Morphing, Places, Report};
 use shoal_sim::{FleetWorld, Jitter, Settings, simulate};
 
@@ -118,7 +119,9 @@ fn over_trace(options: &Options, job: &Job, chain: &Chain, on: &OnFleet, trace: 
             let names: Vec<String> = fleet.devices.iter().map(|device| device.name.clone()).collect();
             let known = steps.entry(machines.len()).or_insert_with(|| {
                 let costs = options.on.costs(job, chain, &fleet).ok()?;
-                let best = options.on.search(job, chain, &OnFleet { fleet, costs }).ok()?.best;
+                let on = OnFleet { fleet, costs };
+                let best = options.on.search(job, chain, &on).ok()?.best;
+                let best = auto::mirrored(&best, chain, &on.fleet, &on.costs).unwrap_or(best);
                 Some(run::Step { plan: best.plan, simulated: best.simulated })
             });
             // Machines are alike, so the plan for so many of them is one, whoever they are.
