@@ -1,0 +1,130 @@
+//! From a request to a decision: which machines take part. What a set of them can do is a [`Trial`]'s to find.
+
+use std::collections::HashSet;
+
+use shoal_plan::Activations;
+
+use super::balance::{Way, micro_batch_sizes};
+use super::trial::Trial;
+use super::work::{MICRO_BATCH_MAX, ModelBytes, slicing_bytes};
+use super::{Decision, Request, ShardedError};
+
+/// Thresholds of network speed, nodes by themselves and devices by themselves that are tried, each.
+const CANDIDATES_MAX: usize = 6;
+/// Devices up to which all their sets and all their ways are tried.
+const FEW_DEVICES: usize = 4;
+/// Divisions of a batch over a set of devices, up to which all are tried.
+pub(super) const EXHAUSTIVE_MAX: usize = 10_000;
+/// How many of the best sets are improved step by step, unless devices are few, and how far from the best they may be.
+const IMPROVED_MAX: usize = 3;
+const IMPROVED_WITHIN: f64 = 1.25;
+
+pub(super) struct Search<'a> {
+    pub request: &'a Request<'a>,
+    pub bytes: ModelBytes,
+    pub ways: Vec<Way>,
+    /// All parameters, and the bytes of their state.
+    pub parameters: f64,
+    pub state: f64,
+    /// Bytes that slices take beyond that, on each holder.
+    pub slicing: f64,
+}
+
+impl<'a> Search<'a> {
+    pub fn new(request: &'a Request<'a>) -> Search<'a> {
+        let (chain, step) = (request.chain, request.step);
+        let largest = step.global_batch.min(MICRO_BATCH_MAX);
+        let kinds = [Activations::Keep, Activations::Recompute, Activations::Offload];
+        let allowed = kinds.into_iter().filter(|kind| request.activations.is_none_or(|only| only == *kind));
+        let sizes = micro_batch_sizes(largest);
+        let ways = allowed.flat_map(|activations| {
+            sizes.iter().map(move |micro_batch| Way { micro_batch: *micro_batch, activations })
+        });
+        let parameters = chain.tensors.iter().map(|tensor| tensor.elements()).sum::<usize>() as f64;
+        Search {
+            bytes: ModelBytes::new(chain, step, largest),
+            ways: ways.collect(),
+            parameters,
+            state: parameters * 4.0 * (2 + step.optimizer_states) as f64,
+            slicing: slicing_bytes(chain, step),
+            request,
+        }
+    }
+
+    /// The best of all sets of machines, where forecasts have shown by how much estimates of devices are wrong.
+    pub fn best(&self, corrections: &[f64]) -> Result<Decision, ShardedError> {
+        self.best_with(corrections, EXHAUSTIVE_MAX)
+    }
+
+    /// The same, with so many divisions at the most tried one by one for a set.
+    pub fn best_with(&self, corrections: &[f64], exhaustive: usize) -> Result<Decision, ShardedError> {
+        let mut trials: Vec<(f64, Trial)> = Vec::new();
+        let mut least = f64::INFINITY;
+        for used in self.candidates() {
+            for spills in [false, true] {
+                let mut trial = Trial::new(self, &used, spills, corrections);
+                let found = trial.divide(IMPROVED_WITHIN * least);
+                if let Some(seconds) = trial.divide_exhaustively(exhaustive).or(found) {
+                    least = least.min(seconds);
+                    trials.push((seconds, trial));
+                }
+            }
+        }
+        trials.sort_by(|a, b| a.0.total_cmp(&b.0));
+        trials.truncate(if self.has_few_devices() { trials.len() } else { IMPROVED_MAX });
+        let near = trials.into_iter().filter(|(seconds, _)| *seconds <= IMPROVED_WITHIN * least);
+        let improved = near.filter_map(|(_, trial)| trial.improved());
+        improved.min_by(|a, b| a.seconds.total_cmp(&b.seconds)).ok_or_else(|| self.no_room(corrections))
+    }
+
+    pub fn has_few_devices(&self) -> bool {
+        self.request.fleet.devices.len() <= FEW_DEVICES
+    }
+
+    /// Sets of devices worth trying: all of them, those behind networks of some speed, single nodes, single devices; of
+    /// a few devices, every set.
+    fn candidates(&self) -> Vec<Vec<bool>> {
+        let fleet = self.request.fleet;
+        let count = fleet.devices.len();
+        if self.has_few_devices() {
+            let set = |bits: usize| (0..count).map(|device| bits >> device & 1 == 1).collect();
+            return (1..1 << count).rev().map(set).collect();
+        }
+        let mut candidates = vec![vec![true; count]];
+        let rate = |node: usize| fleet.nodes[node].network.bytes_per_second;
+        let mut rates: Vec<f64> = (0..fleet.nodes.len()).map(rate).collect();
+        rates.sort_by(f64::total_cmp);
+        rates.dedup();
+        for least in rates.into_iter().skip(1).take(CANDIDATES_MAX) {
+            candidates.push(fleet.devices.iter().map(|device| rate(device.node) >= least).collect());
+        }
+        let like = |device: usize| {
+            let (row, device) = (&self.request.devices[device], &fleet.devices[device]);
+            (&device.kind, row.budget_bytes, row.workspace_bytes)
+        };
+        let mut nodes: Vec<_> = fleet.nodes.iter().map(|node| node.devices.clone()).collect();
+        let mut singles: Vec<_> = (0..count).map(|device| device..device + 1).collect();
+        for places in [&mut nodes, &mut singles] {
+            let mut seen = HashSet::new();
+            places.retain(|devices| seen.insert(devices.clone().map(like).collect::<Vec<_>>()));
+            for devices in places.iter().take(CANDIDATES_MAX) {
+                candidates.push((0..count).map(|device| devices.contains(&device)).collect());
+            }
+        }
+        candidates
+    }
+
+    /// What is short where nothing fits: samples one at a time on one device, and the state everywhere.
+    fn no_room(&self, corrections: &[f64]) -> ShardedError {
+        let used = vec![true; self.request.fleet.devices.len()];
+        let all = Trial::new(self, &used, true, corrections).rooms();
+        let least = self.ways.iter().map(|way| self.bytes.device(*way, 1)).min().unwrap_or(0);
+        let (needed, room) = (self.state + least as f64, all);
+        let (needed_bytes, room_bytes) = (needed as u64, room as u64);
+        ShardedError::NoRoom {
+            needed_bytes,
+            room_bytes,
+            short_bytes: needed_bytes.saturating_sub(room_bytes),
+        }
+    }
+}
