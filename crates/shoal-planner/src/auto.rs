@@ -10,20 +10,22 @@ use shoal_plan::{Layout, Plan, Purpose, compile_paced};
 use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 use thiserror::Error;
 
-use crate::{mirrors, mixed, spilled};
+use crate::{mirrors, mixed, sharded, spilled};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Shape {
+    Sharded,
     Mixed,
     Spilled,
 }
 
 impl Shape {
-    pub const ALL: [Shape; 2] = [Shape::Mixed, Shape::Spilled];
+    pub const ALL: [Shape; 3] = [Shape::Sharded, Shape::Mixed, Shape::Spilled];
 
     pub fn name(self) -> &'static str {
         match self {
+            Shape::Sharded => "sharded",
             Shape::Mixed => "mixed",
             Shape::Spilled => "spilled",
         }
@@ -124,6 +126,9 @@ fn propose(
     costs: &Costs,
 ) -> Result<Plan, String> {
     match shape {
+        Shape::Sharded => sharded::plan(&sharded::Request::new(chain, step, fleet, costs))
+            .map(|planned| planned.plan)
+            .map_err(|error| error.to_string()),
         Shape::Mixed => match mixed::plan(chain, step, fleet, costs) {
             Ok(Some(planned)) => Ok(planned.plan),
             Ok(None) => Err("no cut over the nodes fits their devices".into()),
