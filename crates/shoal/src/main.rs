@@ -15,7 +15,9 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, demo, doctor, export, generate, init, plan, profile, simulate, train, verify};
+use crate::commands::{
+    bench, demo, doctor, export, generate, init, plan, profile, simulate, train, validate, verify,
+};
 
 /// Trains large neural networks on the accelerators people can actually get.
 #[derive(Parser)]
@@ -47,6 +49,8 @@ enum Command {
     Bench(bench::Options),
     /// How long each layer takes here, by samples, written as profile.json
     Profile(profile::Options),
+    /// Other systems' published plans and measurements beside what our models say
+    Validate(validate::Options),
     /// Compare with a reference implementation's logits, gradients and losses
     Verify(verify::Options),
 }
@@ -63,6 +67,7 @@ fn main() -> ExitCode {
         Command::Generate(options) => generate::run(options),
         Command::Bench(options) => bench::run(options),
         Command::Profile(options) => profile::run(options),
+        Command::Validate(options) => validate::run(options),
         Command::Verify(options) => verify::run(options),
     };
     match result {

@@ -11,4 +11,5 @@ pub mod profile;
 pub mod simulate;
 pub mod train;
 mod trial;
+pub mod validate;
 pub mod verify;
