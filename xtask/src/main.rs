@@ -10,6 +10,7 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "cargo xtask test         formatting, lints, every test
 cargo xtask bench cpu    training speed beside PyTorch's, where a Python with PyTorch is found
                          (PYTHON names it; else python3)
+cargo xtask bench plan   how long planning and simulating take, and how they grow with the fleet
 cargo xtask gpu-bundle   target/gpu-bundle: tests and the binary for a GPU machine without Rust or network";
 
 fn main() -> ExitCode {
@@ -18,6 +19,7 @@ fn main() -> ExitCode {
     let result = match words[..] {
         ["test"] => test(),
         ["bench", "cpu"] => bench::cpu(),
+        ["bench", "plan"] => cargo(&["run", "--release", "--package", "shoal-planner", "--example", "plan_speed"]),
         ["gpu-bundle"] => gpu_bundle::build(),
         _ => Err(USAGE.to_owned()),
     };
