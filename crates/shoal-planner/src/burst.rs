@@ -58,6 +58,8 @@ pub struct Problem<'a> {
     pub inputs: Vec<Vec<usize>>,
     pub global_batch: usize,
     pub gradient_bytes_a_parameter: u64,
+    /// Of starting a move of samples between two layers, beyond what its links take.
+    pub seconds_a_move: f64,
     /// By layer.
     pub memory: Vec<LayerBytes>,
 }
@@ -80,8 +82,13 @@ impl<'a> Problem<'a> {
             inputs: chain.layers.iter().map(|layer| layer.inputs.clone()).collect(),
             global_batch: step.global_batch,
             gradient_bytes_a_parameter: GRADIENT_BYTES,
+            seconds_a_move: 0.0,
             memory: (0..chain.layers.len()).map(bytes).collect(),
         }
+    }
+
+    fn ways(&self) -> Ways {
+        Ways::new(self.fleet, self.seconds_a_move)
     }
 
     fn check(&self) -> Result<(), BurstError> {
@@ -184,6 +191,8 @@ pub enum Goal {
     DeviceSeconds(f64),
     /// The fastest step that takes no more than so many times the device-seconds of one device alone.
     Amplification(f64),
+    /// The least device-seconds of all steps that take no longer.
+    StepSeconds(f64),
 }
 
 #[derive(Debug, Error, PartialEq)]
@@ -200,6 +209,8 @@ pub enum BurstError {
     Unread { layer: usize },
     #[error("no plan takes {budget_seconds} device-seconds or less: the least is {least_seconds}")]
     Budget { budget_seconds: f64, least_seconds: f64 },
+    #[error("no plan takes {wanted_seconds} seconds a step or less")]
+    Pace { wanted_seconds: f64 },
     #[error("{device}: the step needs {needed_bytes} bytes, and there are {budget_bytes}")]
     Memory { device: String, needed_bytes: u64, budget_bytes: u64 },
     #[error(transparent)]
@@ -218,6 +229,7 @@ impl BurstError {
             BurstError::Budget { least_seconds, .. } => {
                 format!("allow {least_seconds} device-seconds or more")
             }
+            BurstError::Pace { .. } => "ask for the fastest plan to see what is possible".into(),
             BurstError::Memory { needed_bytes, budget_bytes, .. } => format!(
                 "{} bytes are short: add devices, or keep the state in slices",
                 needed_bytes.saturating_sub(*budget_bytes)
@@ -233,33 +245,39 @@ const ROUNDING: f64 = 1.0 + 1e-9;
 /// The best decision for a goal. Plain data parallelism and DeepPool's own rule are among those it is chosen from.
 pub fn plan(problem: &Problem, goal: Goal) -> Result<Planned, BurstError> {
     problem.check()?;
-    let ways = Ways::new(problem.fleet);
+    let ways = problem.ways();
     let single = timeline::estimate(problem, &ways, &problem.single_device());
-    let budget = match goal {
-        Goal::Fastest => f64::INFINITY,
-        Goal::DeviceSeconds(seconds) => seconds,
-        Goal::Amplification(limit) => limit * single.device_seconds,
-    } * ROUNDING;
-    let known = [
-        problem.data_parallel(),
-        problem.single_device(),
-        greedy::decide(problem, &ways, greedy::Rule::of(problem.fleet)),
-    ];
-    let mut best = Choice { problem, ways: &ways, budget, best: None, overfilled: None };
-    known.into_iter().for_each(|decision| best.offer(decision));
-    let at_most = best.best.as_ref().map_or(f64::INFINITY, |planned| planned.estimate.step_seconds);
+    let unlimited = search::Limits { step_seconds: f64::INFINITY, device_seconds: f64::INFINITY };
+    let limits = match goal {
+        Goal::Fastest => unlimited,
+        Goal::DeviceSeconds(most) => search::Limits { device_seconds: most * ROUNDING, ..unlimited },
+        Goal::Amplification(most) => {
+            search::Limits { device_seconds: most * single.device_seconds * ROUNDING, ..unlimited }
+        }
+        Goal::StepSeconds(most) => search::Limits { step_seconds: most * ROUNDING, ..unlimited },
+    };
+    let cheapest = matches!(goal, Goal::StepSeconds(_));
+    let mut choice = Choice { problem, ways: &ways, limits, cheapest, best: None, overfilled: None };
+    choice.offer(problem.data_parallel());
+    choice.offer(problem.single_device());
+    choice.offer(greedy::decide(problem, &ways, &greedy::Rule::of(problem.fleet)));
     let field = search::Field::new(problem, &ways);
-    let found = search::search(&field, search::Limits { step_seconds: at_most, device_seconds: budget });
-    found.decisions.into_iter().for_each(|decision| best.offer(decision));
-    match (best.best, best.overfilled) {
+    let wanted = if cheapest { search::Wanted::Cheapest } else { search::Wanted::Fastest };
+    let found = search::search(&field, choice.closer_limits(), wanted);
+    found.decisions.into_iter().for_each(|decision| choice.offer(decision));
+    match (choice.best, choice.overfilled) {
         (Some(planned), _) => Ok(planned),
         (None, Some((device, needed_bytes, budget_bytes))) => {
             let device = problem.fleet.devices[device].name.clone();
             Err(BurstError::Memory { device, needed_bytes, budget_bytes })
         }
-        (None, None) => {
-            Err(BurstError::Budget { budget_seconds: budget, least_seconds: found.least_device_seconds })
-        }
+        (None, None) => Err(match goal {
+            Goal::StepSeconds(wanted_seconds) => BurstError::Pace { wanted_seconds },
+            _ => BurstError::Budget {
+                budget_seconds: limits.device_seconds,
+                least_seconds: found.least_device_seconds,
+            },
+        }),
     }
 }
 
@@ -267,10 +285,10 @@ pub fn plan(problem: &Problem, goal: Goal) -> Result<Planned, BurstError> {
 /// asked.
 pub fn frontier(problem: &Problem, step_seconds_max: f64) -> Result<Vec<Planned>, BurstError> {
     problem.check()?;
-    let ways = Ways::new(problem.fleet);
+    let ways = problem.ways();
     let field = search::Field::new(problem, &ways);
     let limits = search::Limits { step_seconds: step_seconds_max * ROUNDING, device_seconds: f64::INFINITY };
-    let mut decisions = search::search(&field, limits).decisions;
+    let mut decisions = search::search(&field, limits, search::Wanted::Frontier).decisions;
     decisions.push(problem.data_parallel());
     let fits = decisions.into_iter().filter(|decision| problem.overfilled(decision).is_none());
     let mut planned: Vec<Planned> = fits
@@ -292,22 +310,32 @@ pub fn frontier(problem: &Problem, step_seconds_max: f64) -> Result<Vec<Planned>
 
 /// What a decision is taken to cost.
 pub fn estimate(problem: &Problem, decision: &Decision) -> Estimate {
-    timeline::estimate(problem, &Ways::new(problem.fleet), decision)
+    timeline::estimate(problem, &problem.ways(), decision)
 }
 
 /// The best of what is offered.
 struct Choice<'a> {
     problem: &'a Problem<'a>,
     ways: &'a Ways,
-    budget: f64,
+    limits: search::Limits,
+    /// Whether the least device-seconds are best, and not the least time.
+    cheapest: bool,
     best: Option<Planned>,
     overfilled: Option<(usize, u64, u64)>,
 }
 
 impl Choice<'_> {
+    fn key(&self, estimate: &Estimate) -> (f64, f64) {
+        match self.cheapest {
+            true => (estimate.device_seconds, estimate.step_seconds),
+            false => (estimate.step_seconds, estimate.device_seconds),
+        }
+    }
+
     fn offer(&mut self, decision: Decision) {
         let estimate = timeline::estimate(self.problem, self.ways, &decision);
-        if estimate.device_seconds > self.budget {
+        let search::Limits { step_seconds, device_seconds } = self.limits;
+        if estimate.device_seconds > device_seconds || estimate.step_seconds > step_seconds {
             return;
         }
         if let Some(over) = self.problem.overfilled(&decision) {
@@ -317,10 +345,20 @@ impl Choice<'_> {
             }
             return;
         }
-        let key = |estimate: &Estimate| (estimate.step_seconds, estimate.device_seconds);
-        if self.best.as_ref().is_none_or(|best| key(&estimate) < key(&best.estimate)) {
+        if self.best.as_ref().is_none_or(|best| self.key(&estimate) < self.key(&best.estimate)) {
             self.best = Some(Planned { decision, estimate });
         }
+    }
+
+    /// What is worse than the best so far need not be looked for.
+    fn closer_limits(&self) -> search::Limits {
+        let (mut limits, best) = (self.limits, self.best.as_ref().map(|best| &best.estimate));
+        match (best, self.cheapest) {
+            (Some(best), true) => limits.device_seconds = limits.device_seconds.min(best.device_seconds),
+            (Some(best), false) => limits.step_seconds = limits.step_seconds.min(best.step_seconds),
+            (None, _) => {}
+        }
+        limits
     }
 }
 

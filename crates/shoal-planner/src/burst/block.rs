@@ -33,7 +33,7 @@ impl Weights {
 
     /// Sums that take no longer than the backward they belong to are hidden in the end, the rest is not.
     pub fn score(&self, cost: &Cost) -> f64 {
-        let exposed = (cost.sums - cost.hiding).max(0.0);
+        let exposed = cost.backlog_change.max(0.0);
         self.seconds * (cost.seconds + exposed) + self.device_seconds * cost.device_seconds
     }
 }
@@ -282,6 +282,7 @@ impl<'a> Solver<'a> {
     ) -> Lanes {
         let (field, size) = (self.field, self.field.sets.len());
         let mut each = vec![(0.0, 0.0); sets.len()];
+        let mut sums = 0.0;
         let mut lanes = Lanes {
             branches: Vec::new(),
             cost: Cost::default(),
@@ -295,7 +296,7 @@ impl<'a> Solver<'a> {
                 each[*lane].0 += forward;
                 each[*lane].1 += backward;
                 lanes.cost.device_seconds += (forward + backward) * set.len() as f64;
-                lanes.cost.sums += reduction_seconds(field.problem, field.ways, *layer, set);
+                sums += reduction_seconds(field.problem, field.ways, *layer, set);
                 if *lane == 0 {
                     lanes.cost.bytes += field.bytes(*layer, set.len());
                 }
@@ -315,8 +316,9 @@ impl<'a> Solver<'a> {
             }
             lanes.branches.push((layers.clone(), set.clone()));
         }
-        lanes.cost.hiding = each.iter().map(|lane| lane.1).fold(0.0, f64::max);
-        lanes.cost.seconds = each.iter().map(|lane| lane.0).fold(0.0, f64::max) + lanes.cost.hiding;
+        let backward = each.iter().map(|lane| lane.1).fold(0.0, f64::max);
+        lanes.cost.seconds = each.iter().map(|lane| lane.0).fold(0.0, f64::max) + backward;
+        lanes.cost = lanes.cost.with_sums(backward, sums);
         lanes
     }
 }

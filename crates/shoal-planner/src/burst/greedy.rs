@@ -22,32 +22,48 @@ const AMPLIFICATION_MAX: f64 = 2.0;
 const SECONDS_A_MOVE: f64 = 40e-6;
 
 impl Rule {
-    /// Its defaults, with the bandwidth of the first device's fastest link: it knows no slower one.
-    pub fn of(fleet: &Fleet) -> Rule {
+    /// Its defaults, with the bandwidth of the fleet's fastest and of its slowest link: it knows but one.
+    pub fn of(fleet: &Fleet) -> Vec<Rule> {
         let links = (1..fleet.devices.len()).map(|other| fleet.link(0, other).bytes_per_second);
-        let fastest = links.fold(0.0, f64::max);
-        Rule {
+        let rates: Vec<f64> = links.collect();
+        let fastest = rates.iter().copied().fold(0.0, f64::max);
+        let slowest = rates.iter().copied().fold(f64::INFINITY, f64::min);
+        let rule = |bytes_per_second: f64| Rule {
             amplification_max: AMPLIFICATION_MAX,
-            bytes_per_second: if fastest > 0.0 { fastest } else { f64::INFINITY },
+            bytes_per_second,
             seconds_a_move: SECONDS_A_MOVE,
+        };
+        match fastest > slowest {
+            true => vec![rule(fastest), rule(slowest)],
+            // Of one device alone there is no link, and no end to its bandwidth.
+            false => vec![rule(slowest)],
         }
     }
 }
 
-/// What the rule decides.
-pub fn decision(problem: &Problem, rule: Rule) -> Decision {
-    decide(problem, &Ways::new(problem.fleet), rule)
+/// What the rule decides, by the best of some settings of it.
+pub fn decision(problem: &Problem, rules: &[Rule]) -> Decision {
+    decide(problem, &problem.ways(), rules)
 }
 
 /// The rule says how many devices, not which: of the two ways that we know to pick them, the better one counts.
-pub(super) fn decide(problem: &Problem, ways: &Ways, rule: Rule) -> Decision {
+pub(super) fn decide(problem: &Problem, ways: &Ways, rules: &[Rule]) -> Decision {
+    let tried = rules.iter().flat_map(|rule| placed(problem, *rule));
+    let seconds = |decision: &Decision| timeline::estimate(problem, ways, decision).step_seconds;
+    let timed = tried.map(|decision| (seconds(&decision), decision));
+    let best = timed.min_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, decision)| decision);
+    best.unwrap_or_else(|| problem.single_device())
+}
+
+/// What one setting decides, on devices spaced over all and on few nodes.
+fn placed(problem: &Problem, rule: Rule) -> [Decision; 2] {
     let order = problem.order();
     let most = order.len().min(problem.global_batch);
     let powers = (0..usize::BITS).map(|power| 1usize << power);
     let counts = powers.take_while(|count| *count <= most).collect();
     let greedy = Greedy { problem, rule, order: &order, counts };
     let solution = greedy.whole(&structure::series(&problem.inputs));
-    let placed = |compact: bool| {
+    [false, true].map(|compact| {
         let mut devices = vec![Vec::new(); problem.inputs.len()];
         for Placed { layer, count, offset } in &solution.placed {
             let mut sets = place::candidates_of(problem.fleet, &order, &[*count]);
@@ -58,10 +74,7 @@ pub(super) fn decide(problem: &Problem, ways: &Ways, rule: Rule) -> Decision {
             };
         }
         Decision { devices }
-    };
-    let [spaced, compact] = [placed(false), placed(true)];
-    let seconds = |decision: &Decision| timeline::estimate(problem, ways, decision).step_seconds;
-    if seconds(&compact) < seconds(&spaced) { compact } else { spaced }
+    })
 }
 
 #[derive(Clone, Copy)]
@@ -168,17 +181,19 @@ impl Greedy<'_> {
         self.counts.iter().map(|count| to_count(*count)).collect()
     }
 
-    /// Each branch for itself, the longest first; the others beside it while there are idle devices, else after it.
+    /// Each branch for itself, the longest first; the others beside it where there are idle devices and they end
+    /// before it does, else after it.
     fn link(&self, branches: &[Branch], from: (usize, usize), to: (usize, usize)) -> Solution {
         let mut solved: Vec<Solution> = branches.iter().map(|branch| self.branch(branch, from, to)).collect();
         solved.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+        let longest = solved.first().map_or(0.0, |solution| solution.seconds);
         let mut whole = Solution::default();
         let mut used = 0;
         for mut solution in solved {
             let width = solution.width();
-            if used > 0 && used + width <= self.order.len() {
+            let beside = solution.seconds + self.apart_seconds(&solution, from, to);
+            if used > 0 && width > 0 && used + width <= self.order.len() && beside <= longest {
                 solution.placed.iter_mut().for_each(|placed| placed.offset += used);
-                // It ends before the longest does.
                 solution.seconds = 0.0;
                 used += width;
             } else {
@@ -187,6 +202,17 @@ impl Greedy<'_> {
             whole = whole.then(&solution);
         }
         whole
+    }
+
+    /// Seconds of moving all samples to other devices and back again.
+    fn apart_seconds(&self, solution: &Solution, from: (usize, usize), to: (usize, usize)) -> f64 {
+        let (Some(first), Some(last)) = (solution.placed.first(), solution.placed.last()) else { return 0.0 };
+        let way = |layer: usize, a: usize, b: usize| {
+            let samples = self.problem.global_batch.div_ceil(a.min(b)) as u64;
+            let bytes = samples * self.problem.costs.output_bytes(layer);
+            2.0 * (bytes as f64 / self.rule.bytes_per_second + self.rule.seconds_a_move)
+        };
+        way(from.0, from.1, first.count) + way(last.layer, last.count, to.1)
     }
 
     fn branch(&self, branch: &Branch, from: (usize, usize), to: (usize, usize)) -> Solution {

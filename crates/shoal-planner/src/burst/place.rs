@@ -21,10 +21,12 @@ pub struct Ways {
     node_of: Vec<usize>,
     /// By node: which of the links its interface is.
     interface: Vec<u16>,
+    seconds_a_move: f64,
 }
 
 impl Ways {
-    pub fn new(fleet: &Fleet) -> Ways {
+    /// Starting a move takes so long beyond what its links take.
+    pub fn new(fleet: &Fleet, seconds_a_move: f64) -> Ways {
         let mut links: Vec<Link> = Vec::new();
         let mut place = |link: Link| match links.iter().position(|known| *known == link) {
             Some(place) => place as u16,
@@ -38,7 +40,7 @@ impl Ways {
         let between = pairs.collect();
         let interface = fleet.nodes.iter().map(|node| place(node.network.clone())).collect();
         let node_of = fleet.devices.iter().map(|device| device.node).collect();
-        Ways { links, between, devices, node_of, interface }
+        Ways { links, between, devices, node_of, interface, seconds_a_move }
     }
 
     fn link(&self, from: usize, to: usize) -> u16 {
@@ -84,8 +86,10 @@ impl Ways {
     /// slowest device or interface decides.
     pub fn seconds(&self, moves: &Moves, sample_bytes: u64) -> f64 {
         let each = moves.most.iter();
-        each.map(|(link, samples)| self.links[*link as usize].seconds(*samples as u64 * sample_bytes))
-            .fold(0.0, f64::max)
+        let slowest = each
+            .map(|(link, samples)| self.links[*link as usize].seconds(*samples as u64 * sample_bytes))
+            .fold(0.0, f64::max);
+        if moves.most.is_empty() { 0.0 } else { self.seconds_a_move + slowest }
     }
 
     /// Seconds until every device has the sum of all: within each node, then between the nodes, in rings, with as
@@ -122,13 +126,18 @@ pub struct Moves {
     pub taking_part: usize,
 }
 
-/// Device counts that are worth trying: those that change the largest share, and all.
+/// Up to so many devices every count is tried.
+const COUNTS_ALL_MAX: usize = 16;
+
+/// Device counts that are worth trying: all up to [`COUNTS_ALL_MAX`], beyond it those that change the largest share,
+/// and all devices.
 pub fn counts(global_batch: usize, devices: usize) -> Vec<usize> {
     let most = devices.min(global_batch);
     let mut counts: Vec<usize> = Vec::new();
     for count in 1..=most {
         let largest = global_batch.div_ceil(count);
-        if counts.last().is_none_or(|known| global_batch.div_ceil(*known) > largest) {
+        let changes = counts.last().is_none_or(|known| global_batch.div_ceil(*known) > largest);
+        if changes || count <= COUNTS_ALL_MAX {
             counts.push(count);
         }
     }
@@ -170,16 +179,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_counts_that_change_the_largest_share_are_tried_and_all() {
-        assert_eq!(counts(8, 8), [1, 2, 3, 4, 8]);
-        assert_eq!(counts(8, 6), [1, 2, 3, 4, 6]);
+    fn of_many_counts_those_that_change_the_largest_share_are_tried() {
+        assert_eq!(counts(256, 20)[14..], [15, 16, 18, 19, 20]);
+        assert_eq!(counts(32, 64)[15..], [16, 32]);
+        assert_eq!(counts(32, 30)[15..], [16, 30]);
         assert_eq!(counts(3, 8), [1, 2, 3]);
     }
 
     #[test]
     fn half_of_the_devices_take_over_half_of_what_they_lack() {
         let fleet = crate::burst::testing::fleet(1, 8);
-        let ways = Ways::new(&fleet);
+        let ways = Ways::new(&fleet, 0.0);
         let all: Vec<usize> = (0..8).collect();
         let moves = ways.moves(&all, &spaced(&all, 4), 64);
         // Each of the four keeps its own eight and gets its neighbour's eight.
@@ -190,7 +200,7 @@ mod tests {
     #[test]
     fn what_leaves_a_node_shares_its_interface() {
         let fleet = crate::burst::testing::fleet(2, 4);
-        let ways = Ways::new(&fleet);
+        let ways = Ways::new(&fleet, 0.0);
         let all: Vec<usize> = (0..8).collect();
         // All of the second node's 32 samples pass its interface at 1 GB/s.
         let moves = ways.moves(&all, &[0, 1, 2, 3], 64);

@@ -22,22 +22,29 @@ const ROUNDS: usize = 2;
 pub(super) struct Cost {
     pub seconds: f64,
     pub device_seconds: f64,
-    /// Backward behind which gradients of later layers can be added up.
-    pub hiding: f64,
-    /// Seconds of adding up its own gradients.
-    pub sums: f64,
+    /// What its backward makes of the gradients still to be added up: so much more, or less by what is hidden behind
+    /// it, but no less than the next.
+    pub backlog_change: f64,
+    pub backlog_least: f64,
     /// Memory of the device that has a share of every layer.
     pub bytes: f64,
 }
 
 impl Cost {
-    pub fn then(&self, other: &Cost) -> Cost {
+    /// Of a backward of some seconds, whose own gradients then take others to be added up.
+    pub fn with_sums(mut self, backward: f64, sums: f64) -> Cost {
+        (self.backlog_change, self.backlog_least) = (sums - backward, sums);
+        self
+    }
+
+    /// With what comes after it in the forward, and so before it in the backward.
+    pub fn then(&self, later: &Cost) -> Cost {
         Cost {
-            seconds: self.seconds + other.seconds,
-            device_seconds: self.device_seconds + other.device_seconds,
-            hiding: self.hiding + other.hiding,
-            sums: self.sums + other.sums,
-            bytes: self.bytes + other.bytes,
+            seconds: self.seconds + later.seconds,
+            device_seconds: self.device_seconds + later.device_seconds,
+            backlog_change: self.backlog_change + later.backlog_change,
+            backlog_least: self.backlog_least.max(later.backlog_least + self.backlog_change),
+            bytes: self.bytes + later.bytes,
         }
     }
 }
@@ -74,13 +81,14 @@ impl<'a> Field<'a> {
         for layer in 0..problem.inputs.len() {
             for set in &field.sets {
                 let (forward, backward) = layer_seconds(problem, layer, set);
-                field.layers.push(Cost {
+                let cost = Cost {
                     seconds: forward + backward,
                     device_seconds: (forward + backward) * set.len() as f64,
-                    hiding: backward,
-                    sums: reduction_seconds(problem, ways, layer, set),
                     bytes: field.bytes(layer, set.len()),
-                });
+                    ..Cost::default()
+                };
+                let sums = reduction_seconds(problem, ways, layer, set);
+                field.layers.push(cost.with_sums(backward, sums));
             }
         }
         for from in &field.sets {
@@ -112,6 +120,16 @@ impl<'a> Field<'a> {
     }
 }
 
+/// What is looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wanted {
+    Fastest,
+    /// The one with the least device-seconds.
+    Cheapest,
+    /// All that nothing beats in both time and device-seconds.
+    Frontier,
+}
+
 /// Steps that take more are of no interest.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
@@ -120,7 +138,6 @@ pub(super) struct Limits {
 }
 
 pub(super) struct Found {
-    /// The fastest first.
     pub decisions: Vec<Decision>,
     /// Of all decisions, within the limits or not.
     pub least_device_seconds: f64,
@@ -159,22 +176,36 @@ struct Way {
     option: u16,
 }
 
-pub(super) fn search(field: &Field, limits: Limits) -> Found {
+/// A whole step.
+struct End {
+    seconds: f64,
+    device_seconds: f64,
+    decision: Decision,
+}
+
+pub(super) fn search(field: &Field, limits: Limits, wanted: Wanted) -> Found {
     let links = links(field);
     let mut least = f64::INFINITY;
     let mut found: Vec<Decision> = Vec::new();
     let mut limits = limits;
     for _ in 0..ROUNDS {
-        let pass = Pass::new(field, &links, limits);
+        let pass = Pass::new(field, &links, limits, wanted);
         least = least.min(pass.least_device_seconds());
         let ends = pass.run();
-        let Some(best) = ends.first().map(|end| end.0) else { break };
-        found = ends.into_iter().map(|(_, decision)| decision).chain(found).collect();
-        // Without a budget the whole frontier is wanted, not the best of it.
-        if limits.device_seconds.is_infinite() || best >= limits.step_seconds {
+        let best = |of: fn(&End) -> f64| ends.iter().map(of).fold(f64::INFINITY, f64::min);
+        let (known, best) = match wanted {
+            Wanted::Frontier => (0.0, 0.0),
+            Wanted::Fastest => (limits.step_seconds, best(|end| end.seconds)),
+            Wanted::Cheapest => (limits.device_seconds, best(|end| end.device_seconds)),
+        };
+        found.extend(ends.into_iter().map(|end| end.decision));
+        if best >= known {
             break;
         }
-        limits.step_seconds = best;
+        match wanted {
+            Wanted::Cheapest => limits.device_seconds = best,
+            Wanted::Fastest | Wanted::Frontier => limits.step_seconds = best,
+        }
     }
     Found { decisions: found, least_device_seconds: least }
 }
@@ -204,37 +235,52 @@ fn links(field: &Field) -> Vec<Link> {
     between.map(link).collect()
 }
 
-/// A mixture of time and device-seconds that must not pass a limit, and the least of it that is still to come: by
+/// A mixture of what ways are compared by that must not pass a limit, and the least of it that is still to come: by
 /// layer that all paths pass, then set.
 struct Bound {
-    seconds: f64,
-    device_seconds: f64,
+    mixture: Mixture,
     limit: f64,
     to_come: Vec<Vec<f64>>,
 }
 
+#[derive(Clone, Copy)]
+struct Mixture {
+    seconds: f64,
+    device_seconds: f64,
+    /// At the end a step takes its seconds and what is then still to be added up: a part hides no more than its
+    /// backward of it.
+    backlog: f64,
+}
+
+impl Mixture {
+    fn of(&self, cost: &Cost) -> f64 {
+        let backlog = self.backlog * cost.backlog_change;
+        self.seconds * cost.seconds + self.device_seconds * cost.device_seconds + backlog
+    }
+}
+
 impl Bound {
-    fn new(field: &Field, links: &[Link], seconds: f64, device_seconds: f64, limit: f64) -> Bound {
+    fn new(field: &Field, links: &[Link], mixture: Mixture, limit: f64) -> Bound {
         let size = field.sets.len();
-        let weigh = |cost: &Cost| seconds * cost.seconds + device_seconds * cost.device_seconds;
         let mut to_come = vec![vec![0.0; size]];
         for (link, layer) in links.iter().zip(&field.series.layers) {
-            let before: Vec<f64> = (0..size).map(|set| weigh(&field.layer(*layer, set))).collect();
+            let before: Vec<f64> = (0..size).map(|set| mixture.of(&field.layer(*layer, set))).collect();
             let known = &to_come[to_come.len() - 1];
             let least = |after: usize| {
                 let from = (0..size).map(|set| {
-                    let options = link.options(set * size + after).map(|(cost, _)| weigh(&cost));
+                    let options = link.options(set * size + after).map(|(cost, _)| mixture.of(&cost));
                     known[set] + before[set] + options.fold(f64::INFINITY, f64::min)
                 });
                 from.fold(f64::INFINITY, f64::min)
             };
             to_come.push((0..size).map(least).collect());
         }
-        Bound { seconds, device_seconds, limit, to_come }
+        Bound { mixture, limit, to_come }
     }
 
     fn allows(&self, cut: usize, set: usize, way: &Way) -> bool {
-        let so_far = self.seconds * way.seconds + self.device_seconds * way.device_seconds;
+        let Mixture { seconds, device_seconds, backlog } = self.mixture;
+        let so_far = seconds * way.seconds + device_seconds * way.device_seconds + backlog * way.backlog;
         so_far + self.to_come[cut][set] <= self.limit
     }
 }
@@ -250,20 +296,36 @@ struct Pass<'a> {
     bytes_limit: f64,
     /// By layer that all paths pass: the least bytes of those before it, whatever their sets.
     bytes_to_come: Vec<f64>,
-    /// Whether memory can be short at all; where it cannot, it is not compared.
-    memory_matters: bool,
+    compared: Compared,
+}
+
+/// What ways are compared by besides time and what is still to be added up.
+#[derive(Clone, Copy)]
+struct Compared {
+    device_seconds: bool,
+    /// Where memory can be short at all.
+    bytes: bool,
 }
 
 impl<'a> Pass<'a> {
-    fn new(field: &'a Field<'a>, links: &'a [Link], limits: Limits) -> Pass<'a> {
+    fn new(field: &'a Field<'a>, links: &'a [Link], limits: Limits, wanted: Wanted) -> Pass<'a> {
         let time = limits.step_seconds * ROUNDING;
         let device = limits.device_seconds * ROUNDING;
-        let mut bounds =
-            vec![Bound::new(field, links, 1.0, 0.0, time), Bound::new(field, links, 0.0, 1.0, device)];
-        if time.is_finite() && device.is_finite() {
-            for weights in Weights::sweep(field.order.len()) {
-                let rate = weights.device_seconds / weights.seconds;
-                bounds.push(Bound::new(field, links, 1.0, rate, time + rate * device));
+        let mixture = |rate: f64, backlog: f64| Mixture { seconds: 1.0, device_seconds: rate, backlog };
+        let only = Mixture { seconds: 0.0, device_seconds: 1.0, backlog: 0.0 };
+        let mut bounds = vec![Bound::new(field, links, only, device)];
+        let mut rates = vec![0.0];
+        if device.is_finite() {
+            let sweep = Weights::sweep(field.order.len());
+            let mixed = sweep.iter().filter(|weights| weights.device_seconds > 0.0);
+            rates.extend(mixed.map(|weights| weights.device_seconds / weights.seconds));
+        }
+        if time.is_finite() {
+            for rate in rates {
+                let limit = if rate > 0.0 { time + rate * device } else { time };
+                for backlog in [0.0, 1.0] {
+                    bounds.push(Bound::new(field, links, mixture(rate, backlog), limit));
+                }
             }
         }
         let size = field.sets.len();
@@ -278,15 +340,19 @@ impl<'a> Pass<'a> {
         let bytes_limit = field.problem.fleet.devices[field.order[0]].memory_bytes as f64;
         let layers = 0..field.problem.inputs.len();
         let most: f64 = layers.map(|layer| field.bytes(layer, 1)).sum();
-        let memory_matters = most > bytes_limit;
-        Pass { field, links, bounds, bytes_limit, bytes_to_come, memory_matters }
+        let compared = Compared {
+            // Without a budget the fastest is the fastest, whatever it takes.
+            device_seconds: device.is_finite() || wanted != Wanted::Fastest,
+            bytes: most > bytes_limit,
+        };
+        Pass { field, links, bounds, bytes_limit, bytes_to_come, compared }
     }
 
     fn least_device_seconds(&self) -> f64 {
         let last = self.links.len();
         let layer = self.field.series.layers[last];
         let own =
-            |set: usize| self.bounds[1].to_come[last][set] + self.field.layer(layer, set).device_seconds;
+            |set: usize| self.bounds[0].to_come[last][set] + self.field.layer(layer, set).device_seconds;
         (0..self.field.sets.len()).map(own).fold(f64::INFINITY, f64::min)
     }
 
@@ -296,7 +362,7 @@ impl<'a> Pass<'a> {
     }
 
     /// The frontier of whole steps, the fastest first.
-    fn run(&self) -> Vec<(f64, Decision)> {
+    fn run(&self) -> Vec<End> {
         let (size, cuts) = (self.field.sets.len(), &self.field.series.layers);
         // From the last layer to the first.
         let mut ways: Vec<Vec<Vec<Way>>> = Vec::new();
@@ -332,21 +398,21 @@ impl<'a> Pass<'a> {
                 }
             }
         }
-        thinned(unbeaten(reached, self.memory_matters))
+        thinned(unbeaten(reached, self.compared))
     }
 
     fn through(&self, way: &Way, cost: &Cost) -> Way {
         Way {
             seconds: way.seconds + cost.seconds,
             device_seconds: way.device_seconds + cost.device_seconds,
-            backlog: (way.backlog - cost.hiding).max(0.0) + cost.sums,
+            backlog: (way.backlog + cost.backlog_change).max(cost.backlog_least),
             bytes: way.bytes + cost.bytes,
             ..*way
         }
     }
 
     /// Whole steps: the first layer's devices wait for what is still to be added up.
-    fn ends(&self, ways: &[Vec<Vec<Way>>]) -> Vec<(f64, Decision)> {
+    fn ends(&self, ways: &[Vec<Vec<Way>>]) -> Vec<End> {
         let first = &ways[ways.len() - 1];
         let mut ends: Vec<(Way, usize, usize)> = Vec::new();
         for (set, of_set) in first.iter().enumerate() {
@@ -367,9 +433,14 @@ impl<'a> Pass<'a> {
         ends.retain(|(way, ..)| {
             let better = way.device_seconds < least;
             least = least.min(way.device_seconds);
-            better || self.memory_matters
+            better || self.compared.bytes
         });
-        ends.into_iter().map(|(way, set, place)| (way.seconds, self.decision(ways, set, place))).collect()
+        let end = |(way, set, place): (Way, usize, usize)| End {
+            seconds: way.seconds,
+            device_seconds: way.device_seconds,
+            decision: self.decision(ways, set, place),
+        };
+        ends.into_iter().map(end).collect()
     }
 
     fn decision(&self, ways: &[Vec<Vec<Way>>], set: usize, place: usize) -> Decision {
@@ -390,27 +461,27 @@ impl<'a> Pass<'a> {
 }
 
 /// Ways that no other beats in everything, by time.
-fn unbeaten(mut ways: Vec<Way>, memory_matters: bool) -> Vec<Way> {
+fn unbeaten(mut ways: Vec<Way>, compared: Compared) -> Vec<Way> {
     let key = |way: &Way| (way.seconds, way.device_seconds, way.backlog);
     ways.sort_unstable_by(|a, b| key(a).partial_cmp(&key(b)).unwrap_or(std::cmp::Ordering::Equal));
     let least = ways.iter().map(|way| way.backlog).fold(f64::INFINITY, f64::min);
     let mut kept: Vec<Way> = Vec::new();
     // Most ways have hidden everything but their last layer's gradient; against those a single number decides.
-    let mut least_with_none = f64::INFINITY;
+    let mut least_with_none: Option<f64> = None;
     for way in ways {
-        if way.device_seconds >= least_with_none && !memory_matters {
-            continue;
-        }
+        let beaten_in_one =
+            |least: f64| !compared.bytes && (!compared.device_seconds || least <= way.device_seconds);
         let beats = |other: &Way| {
-            other.device_seconds <= way.device_seconds
+            (!compared.device_seconds || other.device_seconds <= way.device_seconds)
                 && other.backlog <= way.backlog
-                && (!memory_matters || other.bytes <= way.bytes)
+                && (!compared.bytes || other.bytes <= way.bytes)
         };
-        if (way.backlog > least || memory_matters) && kept.iter().rev().any(beats) {
+        if least_with_none.is_some_and(beaten_in_one) || kept.iter().rev().any(beats) {
             continue;
         }
         if way.backlog == least {
-            least_with_none = least_with_none.min(way.device_seconds);
+            let known = least_with_none.unwrap_or(f64::INFINITY);
+            least_with_none = Some(known.min(way.device_seconds));
         }
         kept.push(way);
     }

@@ -80,6 +80,7 @@ pub fn chain<'a>(costs: &'a Costs, fleet: &'a Fleet, global_batch: usize) -> Pro
         inputs: (0..layers).map(input).collect(),
         global_batch,
         gradient_bytes_a_parameter: 4,
+        seconds_a_move: 0.0,
         memory: vec![LayerBytes::default(); layers],
     }
 }

@@ -18,9 +18,11 @@ fn fleets() -> impl Strategy<Value = Fleet> {
         .prop_map(|(nodes, devices)| fleet(nodes, devices))
 }
 
-/// Every way to give each layer one of the sets.
+/// Every way to give each layer any number of devices, near each other or far apart.
 fn all_decisions(problem: &Problem) -> Vec<Decision> {
-    let sets = place::candidates(problem.fleet, &problem.order(), problem.global_batch);
+    let order = problem.order();
+    let counts: Vec<usize> = (1..=order.len().min(problem.global_batch)).collect();
+    let sets = place::candidates_of(problem.fleet, &order, &counts);
     let layers = problem.inputs.len() as u32;
     let decision = |mut number: usize| {
         let mut next = |_| {
@@ -45,7 +47,7 @@ proptest! {
     ) {
         let costs = costs(&layers, &fleet);
         let problem = chain(&costs, &fleet, global_batch);
-        let ways = Ways::new(&fleet);
+        let ways = Ways::new(&fleet, 0.0);
         let all: Vec<Estimate> =
             all_decisions(&problem).iter().map(|decision| timeline::estimate(&problem, &ways, decision)).collect();
         let least = |budget: f64| {
@@ -74,7 +76,7 @@ proptest! {
     ) {
         let costs = costs(&layers, &fleet);
         let problem = chain(&costs, &fleet, global_batch);
-        let ways = Ways::new(&fleet);
+        let ways = Ways::new(&fleet, 0.0);
         let found = frontier(&problem, f64::INFINITY).unwrap();
         prop_assert!(!found.is_empty());
         for decision in all_decisions(&problem) {
@@ -98,9 +100,9 @@ proptest! {
         let mut problem = chain(&costs, &fleet, global_batch);
         // A fork of three branches, one of which forks again, and an edge around them.
         problem.inputs = vec![vec![], vec![0], vec![0], vec![2], vec![2], vec![0, 1, 3, 4], vec![5]];
-        let ways = Ways::new(&fleet);
+        let ways = Ways::new(&fleet, 0.0);
         let plain = timeline::estimate(&problem, &ways, &problem.data_parallel());
-        let greedy = estimate(&problem, &greedy::decision(&problem, greedy::Rule::of(&fleet)));
+        let greedy = estimate(&problem, &greedy::decision(&problem, &greedy::Rule::of(&fleet)));
         let ours = plan(&problem, Goal::Fastest).unwrap().estimate;
         prop_assert!(ours.step_seconds <= plain.step_seconds && ours.step_seconds <= greedy.step_seconds);
         let same = plan(&problem, Goal::DeviceSeconds(greedy.device_seconds)).unwrap().estimate;
@@ -121,7 +123,7 @@ proptest! {
         for (bytes, kept) in problem.memory.iter_mut().zip(&kept) {
             *bytes = LayerBytes { state: 1 << 20, kept_a_sample: kept << 22 };
         }
-        let ways = Ways::new(&fleet);
+        let ways = Ways::new(&fleet, 0.0);
         let fits = all_decisions(&problem).into_iter().filter(|decision| problem.overfilled(decision).is_none());
         let least = fits.map(|decision| timeline::estimate(&problem, &ways, &decision).step_seconds);
         let least = least.fold(f64::INFINITY, f64::min);
