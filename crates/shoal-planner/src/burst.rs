@@ -16,6 +16,7 @@
 //! - [`structure`]: series and branches, found from the layers' inputs.
 //! - [`place`]: sets of devices, and what moving and adding up cost between and over them.
 //! - [`timeline`]: a decision's step in time, device by device.
+//! - [`planner`]: the best decision for a goal.
 //! - [`search`]: the Pareto dynamic program; [`block`] prepares what lies between a fork and its join for it.
 //! - [`greedy`]: DeepPool's own rule, to be compared with.
 //! - [`background`]: what other jobs get done in the gaps.
@@ -25,6 +26,7 @@ pub mod background;
 mod block;
 pub mod greedy;
 pub mod place;
+mod planner;
 mod search;
 pub mod structure;
 pub mod table;
@@ -37,6 +39,7 @@ use shoal_plan::StepShape;
 use thiserror::Error;
 
 use place::Ways;
+pub use planner::Planner;
 pub use table::table;
 pub use timeline::Estimate;
 
@@ -236,129 +239,6 @@ impl BurstError {
             ),
             BurstError::Compile(_) => return None,
         })
-    }
-}
-
-/// Two sums of the same numbers in different orders are the same budget.
-const ROUNDING: f64 = 1.0 + 1e-9;
-
-/// The best decision for a goal. Plain data parallelism and DeepPool's own rule are among those it is chosen from.
-pub fn plan(problem: &Problem, goal: Goal) -> Result<Planned, BurstError> {
-    problem.check()?;
-    let ways = problem.ways();
-    let single = timeline::estimate(problem, &ways, &problem.single_device());
-    let unlimited = search::Limits { step_seconds: f64::INFINITY, device_seconds: f64::INFINITY };
-    let limits = match goal {
-        Goal::Fastest => unlimited,
-        Goal::DeviceSeconds(most) => search::Limits { device_seconds: most * ROUNDING, ..unlimited },
-        Goal::Amplification(most) => {
-            search::Limits { device_seconds: most * single.device_seconds * ROUNDING, ..unlimited }
-        }
-        Goal::StepSeconds(most) => search::Limits { step_seconds: most * ROUNDING, ..unlimited },
-    };
-    let cheapest = matches!(goal, Goal::StepSeconds(_));
-    let mut choice = Choice { problem, ways: &ways, limits, cheapest, best: None, overfilled: None };
-    choice.offer(problem.data_parallel());
-    choice.offer(problem.single_device());
-    choice.offer(greedy::decide(problem, &ways, &greedy::Rule::of(problem.fleet)));
-    let field = search::Field::new(problem, &ways);
-    let wanted = if cheapest { search::Wanted::Cheapest } else { search::Wanted::Fastest };
-    let found = search::search(&field, choice.closer_limits(), wanted);
-    found.decisions.into_iter().for_each(|decision| choice.offer(decision));
-    match (choice.best, choice.overfilled) {
-        (Some(planned), _) => Ok(planned),
-        (None, Some((device, needed_bytes, budget_bytes))) => {
-            let device = problem.fleet.devices[device].name.clone();
-            Err(BurstError::Memory { device, needed_bytes, budget_bytes })
-        }
-        (None, None) => Err(match goal {
-            Goal::StepSeconds(wanted_seconds) => BurstError::Pace { wanted_seconds },
-            _ => BurstError::Budget {
-                budget_seconds: limits.device_seconds,
-                least_seconds: found.least_device_seconds,
-            },
-        }),
-    }
-}
-
-/// Decisions none of which is beaten by another in both time and device-seconds, fastest first, all at least as fast as
-/// asked.
-pub fn frontier(problem: &Problem, step_seconds_max: f64) -> Result<Vec<Planned>, BurstError> {
-    problem.check()?;
-    let ways = problem.ways();
-    let field = search::Field::new(problem, &ways);
-    let limits = search::Limits { step_seconds: step_seconds_max * ROUNDING, device_seconds: f64::INFINITY };
-    let mut decisions = search::search(&field, limits, search::Wanted::Frontier).decisions;
-    decisions.push(problem.data_parallel());
-    let fits = decisions.into_iter().filter(|decision| problem.overfilled(decision).is_none());
-    let mut planned: Vec<Planned> = fits
-        .map(|decision| Planned { estimate: timeline::estimate(problem, &ways, &decision), decision })
-        .filter(|planned| planned.estimate.step_seconds <= step_seconds_max * ROUNDING)
-        .collect();
-    planned.sort_by(|a, b| {
-        let key = |planned: &Planned| (planned.estimate.step_seconds, planned.estimate.device_seconds);
-        key(a).partial_cmp(&key(b)).unwrap_or(std::cmp::Ordering::Equal)
-    });
-    let mut least = f64::INFINITY;
-    planned.retain(|planned| {
-        let better = planned.estimate.device_seconds < least;
-        least = least.min(planned.estimate.device_seconds);
-        better
-    });
-    Ok(planned)
-}
-
-/// What a decision is taken to cost.
-pub fn estimate(problem: &Problem, decision: &Decision) -> Estimate {
-    timeline::estimate(problem, &problem.ways(), decision)
-}
-
-/// The best of what is offered.
-struct Choice<'a> {
-    problem: &'a Problem<'a>,
-    ways: &'a Ways,
-    limits: search::Limits,
-    /// Whether the least device-seconds are best, and not the least time.
-    cheapest: bool,
-    best: Option<Planned>,
-    overfilled: Option<(usize, u64, u64)>,
-}
-
-impl Choice<'_> {
-    fn key(&self, estimate: &Estimate) -> (f64, f64) {
-        match self.cheapest {
-            true => (estimate.device_seconds, estimate.step_seconds),
-            false => (estimate.step_seconds, estimate.device_seconds),
-        }
-    }
-
-    fn offer(&mut self, decision: Decision) {
-        let estimate = timeline::estimate(self.problem, self.ways, &decision);
-        let search::Limits { step_seconds, device_seconds } = self.limits;
-        if estimate.device_seconds > device_seconds || estimate.step_seconds > step_seconds {
-            return;
-        }
-        if let Some(over) = self.problem.overfilled(&decision) {
-            let nearer = |known: &(usize, u64, u64)| over.1 - over.2 < known.1 - known.2;
-            if self.overfilled.as_ref().is_none_or(nearer) {
-                self.overfilled = Some(over);
-            }
-            return;
-        }
-        if self.best.as_ref().is_none_or(|best| self.key(&estimate) < self.key(&best.estimate)) {
-            self.best = Some(Planned { decision, estimate });
-        }
-    }
-
-    /// What is worse than the best so far need not be looked for.
-    fn closer_limits(&self) -> search::Limits {
-        let (mut limits, best) = (self.limits, self.best.as_ref().map(|best| &best.estimate));
-        match (best, self.cheapest) {
-            (Some(best), true) => limits.device_seconds = limits.device_seconds.min(best.device_seconds),
-            (Some(best), false) => limits.step_seconds = limits.step_seconds.min(best.step_seconds),
-            (None, _) => {}
-        }
-        limits
     }
 }
 

@@ -296,7 +296,7 @@ impl<'a> Solver<'a> {
                 each[*lane].0 += forward;
                 each[*lane].1 += backward;
                 lanes.cost.device_seconds += (forward + backward) * set.len() as f64;
-                sums += reduction_seconds(field.problem, field.ways, *layer, set);
+                sums += reduction_seconds(field.problem, &field.ways, *layer, set);
                 if *lane == 0 {
                     lanes.cost.bytes += field.bytes(*layer, set.len());
                 }

@@ -41,12 +41,7 @@ impl Rule {
     }
 }
 
-/// What the rule decides, by the best of some settings of it.
-pub fn decision(problem: &Problem, rules: &[Rule]) -> Decision {
-    decide(problem, &problem.ways(), rules)
-}
-
-/// The rule says how many devices, not which: of the two ways that we know to pick them, the better one counts.
+/// What the rule decides, by the best of some settings of it. It says how many devices, not which: of the two ways that we know to pick them, the better one counts.
 pub(super) fn decide(problem: &Problem, ways: &Ways, rules: &[Rule]) -> Decision {
     let tried = rules.iter().flat_map(|rule| placed(problem, *rule));
     let seconds = |decision: &Decision| timeline::estimate(problem, ways, decision).step_seconds;

@@ -52,7 +52,7 @@ impl Cost {
 /// A problem with everything about its layers and sets worked out.
 pub(super) struct Field<'a> {
     pub problem: &'a Problem<'a>,
-    pub ways: &'a Ways,
+    pub ways: Ways,
     pub order: Vec<usize>,
     pub sets: Vec<Vec<usize>>,
     /// Which of the sets is one device alone.
@@ -65,7 +65,7 @@ pub(super) struct Field<'a> {
 }
 
 impl<'a> Field<'a> {
-    pub fn new(problem: &'a Problem<'a>, ways: &'a Ways) -> Field<'a> {
+    pub fn new(problem: &'a Problem<'a>, ways: Ways) -> Field<'a> {
         let order = problem.order();
         let sets = place::candidates(problem.fleet, &order, problem.global_batch);
         let mut field = Field {
@@ -87,13 +87,13 @@ impl<'a> Field<'a> {
                     bytes: field.bytes(layer, set.len()),
                     ..Cost::default()
                 };
-                let sums = reduction_seconds(problem, ways, layer, set);
+                let sums = reduction_seconds(problem, &field.ways, layer, set);
                 field.layers.push(cost.with_sums(backward, sums));
             }
         }
         for from in &field.sets {
             for to in &field.sets {
-                field.moves.push(ways.moves(from, to, problem.global_batch));
+                field.moves.push(field.ways.moves(from, to, problem.global_batch));
             }
         }
         field
@@ -144,7 +144,7 @@ pub(super) struct Found {
 }
 
 /// What leads from one layer to the next, for every pair of sets.
-enum Link {
+pub(super) enum Link {
     Plain(Vec<Cost>),
     Block {
         /// By pair: costs, and which of the solutions has them.
@@ -183,13 +183,12 @@ struct End {
     decision: Decision,
 }
 
-pub(super) fn search(field: &Field, limits: Limits, wanted: Wanted) -> Found {
-    let links = links(field);
+pub(super) fn search(field: &Field, links: &[Link], limits: Limits, wanted: Wanted) -> Found {
     let mut least = f64::INFINITY;
     let mut found: Vec<Decision> = Vec::new();
     let mut limits = limits;
     for _ in 0..ROUNDS {
-        let pass = Pass::new(field, &links, limits, wanted);
+        let pass = Pass::new(field, links, limits, wanted);
         least = least.min(pass.least_device_seconds());
         let ends = pass.run();
         let best = |of: fn(&End) -> f64| ends.iter().map(of).fold(f64::INFINITY, f64::min);
@@ -210,7 +209,8 @@ pub(super) fn search(field: &Field, limits: Limits, wanted: Wanted) -> Found {
     Found { decisions: found, least_device_seconds: least }
 }
 
-fn links(field: &Field) -> Vec<Link> {
+/// What leads from each layer that all paths pass to the next.
+pub(super) fn links(field: &Field) -> Vec<Link> {
     let (size, cuts) = (field.sets.len(), &field.series.layers);
     let sweep = Weights::sweep(field.order.len());
     let mut solver = Solver::new(field);

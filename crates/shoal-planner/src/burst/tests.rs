@@ -54,16 +54,16 @@ proptest! {
             let within = all.iter().filter(|estimate| estimate.device_seconds <= budget * (1.0 + 1e-9));
             within.map(|estimate| estimate.step_seconds).fold(f64::INFINITY, f64::min)
         };
-        let fastest = plan(&problem, Goal::Fastest).unwrap().estimate.step_seconds;
+        let fastest = Planner::new(&problem).unwrap().plan(Goal::Fastest).unwrap().estimate.step_seconds;
         prop_assert!((fastest - least(f64::INFINITY)).abs() <= 1e-9 * fastest);
         let device_seconds = || all.iter().map(|estimate| estimate.device_seconds);
         let (low, high) =
             (device_seconds().fold(f64::INFINITY, f64::min), device_seconds().fold(0.0, f64::max));
         let budget = low + share * (high - low);
-        let within = plan(&problem, Goal::DeviceSeconds(budget)).unwrap().estimate;
+        let within = Planner::new(&problem).unwrap().plan(Goal::DeviceSeconds(budget)).unwrap().estimate;
         prop_assert!(within.device_seconds <= budget * (1.0 + 1e-6));
         prop_assert!(within.step_seconds <= least(budget) * (1.0 + 1e-9), "{} > {}", within.step_seconds, least(budget));
-        let refused = plan(&problem, Goal::DeviceSeconds(low * 0.99)).unwrap_err();
+        let refused = Planner::new(&problem).unwrap().plan(Goal::DeviceSeconds(low * 0.99)).unwrap_err();
         prop_assert!(matches!(refused, BurstError::Budget { .. }), "{}", refused);
     }
 
@@ -77,7 +77,7 @@ proptest! {
         let costs = costs(&layers, &fleet);
         let problem = chain(&costs, &fleet, global_batch);
         let ways = Ways::new(&fleet, 0.0);
-        let found = frontier(&problem, f64::INFINITY).unwrap();
+        let found = Planner::new(&problem).unwrap().frontier(f64::INFINITY);
         prop_assert!(!found.is_empty());
         for decision in all_decisions(&problem) {
             let other = timeline::estimate(&problem, &ways, &decision);
@@ -102,10 +102,10 @@ proptest! {
         problem.inputs = vec![vec![], vec![0], vec![0], vec![2], vec![2], vec![0, 1, 3, 4], vec![5]];
         let ways = Ways::new(&fleet, 0.0);
         let plain = timeline::estimate(&problem, &ways, &problem.data_parallel());
-        let greedy = estimate(&problem, &greedy::decision(&problem, &greedy::Rule::of(&fleet)));
-        let ours = plan(&problem, Goal::Fastest).unwrap().estimate;
+        let greedy = timeline::estimate(&problem, &ways, &greedy::decide(&problem, &ways, &greedy::Rule::of(&fleet)));
+        let ours = Planner::new(&problem).unwrap().plan(Goal::Fastest).unwrap().estimate;
         prop_assert!(ours.step_seconds <= plain.step_seconds && ours.step_seconds <= greedy.step_seconds);
-        let same = plan(&problem, Goal::DeviceSeconds(greedy.device_seconds)).unwrap().estimate;
+        let same = Planner::new(&problem).unwrap().plan(Goal::DeviceSeconds(greedy.device_seconds)).unwrap().estimate;
         prop_assert!(same.step_seconds <= greedy.step_seconds);
         prop_assert!(same.device_seconds <= greedy.device_seconds * (1.0 + 1e-6));
     }
@@ -127,7 +127,7 @@ proptest! {
         let fits = all_decisions(&problem).into_iter().filter(|decision| problem.overfilled(decision).is_none());
         let least = fits.map(|decision| timeline::estimate(&problem, &ways, &decision).step_seconds);
         let least = least.fold(f64::INFINITY, f64::min);
-        match plan(&problem, Goal::Fastest) {
+        match Planner::new(&problem).unwrap().plan(Goal::Fastest) {
             Ok(planned) => {
                 prop_assert_eq!(problem.overfilled(&planned.decision), None);
                 prop_assert!(planned.estimate.step_seconds <= least * (1.0 + 1e-9));
@@ -149,10 +149,10 @@ fn branches_that_do_not_divide_go_side_by_side() {
     let costs = costs(&[short.clone(), long.clone(), long, short], &fleet);
     let mut problem = chain(&costs, &fleet, 16);
     problem.inputs = vec![vec![], vec![0], vec![0], vec![1, 2]];
-    let planned = plan(&problem, Goal::Fastest).unwrap();
+    let planned = Planner::new(&problem).unwrap().plan(Goal::Fastest).unwrap();
     let [one, other] = [&planned.decision.devices[1], &planned.decision.devices[2]];
     assert!(one.iter().all(|device| !other.contains(device)), "{one:?} {other:?}");
-    let serial = estimate(&problem, &problem.data_parallel()).step_seconds;
+    let serial = Planner::new(&problem).unwrap().estimate(&problem.data_parallel()).step_seconds;
     assert!(planned.estimate.step_seconds < 0.6 * serial);
 }
 
@@ -163,9 +163,9 @@ fn a_layer_that_does_not_divide_leaves_devices_to_others() {
     let fleet = fleet(1, 4);
     let costs = costs(&[divides, does_not], &fleet);
     let problem = chain(&costs, &fleet, 16);
-    let planned = plan(&problem, Goal::Amplification(1.1)).unwrap();
+    let planned = Planner::new(&problem).unwrap().plan(Goal::Amplification(1.1)).unwrap();
     assert_eq!(planned.decision.devices.iter().map(Vec::len).collect::<Vec<_>>(), [4, 1]);
-    let plain = estimate(&problem, &problem.data_parallel());
+    let plain = Planner::new(&problem).unwrap().estimate(&problem.data_parallel());
     assert!(planned.estimate.device_seconds < plain.device_seconds);
     let background = background::Background::new(0.5e-3);
     // Three devices have the 15 ms of the second layer, and less what moving takes.

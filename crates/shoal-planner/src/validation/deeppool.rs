@@ -15,8 +15,7 @@ use shoal_fleet::{Costs, Device, Fleet, KindTable, Link, Node};
 use thiserror::Error;
 
 use crate::burst::background::Background;
-use crate::burst::greedy::{self, Rule};
-use crate::burst::{self, BurstError, Estimate, Goal, Problem};
+use crate::burst::{BurstError, Estimate, Goal, Planner, Problem};
 use profile::{Measured, ProfileError, Shape};
 
 #[derive(Debug, Error)]
@@ -216,14 +215,24 @@ pub fn case(
         seconds_a_move: SECONDS_A_MOVE,
         memory: measured.memory.clone(),
     };
-    let single = burst::estimate(&problem, &problem.single_device());
-    let plain = burst::estimate(&problem, &problem.data_parallel());
+    let planner = Planner::new(&problem)?;
+    let single = planner.estimate(&problem.single_device());
+    let plain = planner.estimate(&problem.data_parallel());
     let outcome = |estimate: &Estimate| Outcome::new(estimate, &single, &plain);
-    let greedy = burst::estimate(&problem, &greedy::decision(&problem, &Rule::of(&fleet)));
-    let fastest = burst::plan(&problem, Goal::Fastest)?.estimate;
-    let same = burst::plan(&problem, Goal::DeviceSeconds(greedy.device_seconds))?.estimate;
+    let greedy = planner.estimate(planner.greedy());
+    let fastest = planner.plan(Goal::Fastest)?.estimate;
+    let same = planner.plan(Goal::DeviceSeconds(greedy.device_seconds))?.estimate;
     let paces = [plain.step_seconds, SLOWER * plain.step_seconds, greedy.step_seconds];
-    let [at_plain, within, at_greedy] = paces.map(|pace| shared(&problem, pace, &outcome));
+    let frontier = planner.frontier(paces.into_iter().fold(0.0, f64::max));
+    let shared = |step_seconds_max: f64| -> Result<Outcome, DeepPoolError> {
+        let cheapest = planner.plan(Goal::StepSeconds(step_seconds_max))?;
+        let quick = frontier.iter().filter(|planned| planned.estimate.step_seconds <= step_seconds_max);
+        let all = quick.map(|planned| outcome(&planned.estimate));
+        let better = |a: Outcome, b: Outcome| {
+            if b.throughput_over_data_parallel > a.throughput_over_data_parallel { b } else { a }
+        };
+        Ok(all.fold(outcome(&cheapest.estimate), better))
+    };
     Ok(Case {
         network,
         devices,
@@ -232,29 +241,15 @@ pub fn case(
         greedy: outcome(&greedy),
         fastest: outcome(&fastest),
         at_greedy_device_seconds: outcome(&same),
-        shared: at_plain?,
-        shared_within_five_percent: within?,
-        shared_at_greedy_pace: at_greedy?,
+        shared: shared(paces[0])?,
+        shared_within_five_percent: shared(paces[1])?,
+        shared_at_greedy_pace: shared(paces[2])?,
         throughput_ceiling: devices as f64 * plain.step_seconds / single.step_seconds,
     })
 }
 
 /// How much slower a foreground may be made by what it shares its devices with.
 const SLOWER: f64 = 1.05;
-
-/// The step that gets most done together with a background job, of those that take no longer than so many seconds.
-fn shared(
-    problem: &Problem,
-    step_seconds_max: f64,
-    outcome: impl Fn(&Estimate) -> Outcome,
-) -> Result<Outcome, DeepPoolError> {
-    let cheapest = burst::plan(problem, Goal::StepSeconds(step_seconds_max))?;
-    let frontier = burst::frontier(problem, step_seconds_max)?;
-    let all = frontier.iter().chain([&cheapest]).map(|planned| outcome(&planned.estimate));
-    let throughput = |outcome: &Outcome| outcome.throughput_over_data_parallel;
-    let best = all.max_by(|a, b| throughput(a).total_cmp(&throughput(b)));
-    Ok(best.unwrap_or_else(|| outcome(&cheapest.estimate)))
-}
 
 impl Outcome {
     fn new(estimate: &Estimate, single: &Estimate, plain: &Estimate) -> Outcome {
