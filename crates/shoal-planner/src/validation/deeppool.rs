@@ -223,11 +223,10 @@ pub fn case(
     let fastest = planner.plan(Goal::Fastest)?.estimate;
     let same = planner.plan(Goal::DeviceSeconds(greedy.device_seconds))?.estimate;
     let paces = [plain.step_seconds, SLOWER * plain.step_seconds, greedy.step_seconds];
-    let frontier = planner.frontier(paces.into_iter().fold(0.0, f64::max));
     let shared = |step_seconds_max: f64| -> Result<Outcome, DeepPoolError> {
         let cheapest = planner.plan(Goal::StepSeconds(step_seconds_max))?;
-        let quick = frontier.iter().filter(|planned| planned.estimate.step_seconds <= step_seconds_max);
-        let all = quick.map(|planned| outcome(&planned.estimate));
+        let frontier = planner.frontier(step_seconds_max);
+        let all = frontier.iter().map(|planned| outcome(&planned.estimate));
         let better = |a: Outcome, b: Outcome| {
             if b.throughput_over_data_parallel > a.throughput_over_data_parallel { b } else { a }
         };
