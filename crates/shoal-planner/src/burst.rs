@@ -18,6 +18,7 @@
 //! - [`timeline`]: a decision's step in time, device by device.
 //! - [`planner`]: the best decision for a goal.
 //! - [`search`]: the Pareto dynamic program; [`block`] prepares what lies between a fork and its join for it.
+//! - [`polish`]: what is left to gain where branches share few devices.
 //! - [`greedy`]: DeepPool's own rule, to be compared with.
 //! - [`background`]: what other jobs get done in the gaps.
 //! - [`table`]: the plan's table of a decision.
@@ -27,6 +28,7 @@ mod block;
 pub mod greedy;
 pub mod place;
 mod planner;
+mod polish;
 mod search;
 pub mod structure;
 pub mod table;

@@ -49,9 +49,8 @@ impl Ways {
 
     /// What moves when samples that are on some devices are wanted on others.
     pub fn moves(&self, from: &[usize], to: &[usize], global_batch: usize) -> Moves {
-        // Samples out of and into each device, by link, and out of and into each node.
-        let mut devices: BTreeMap<(u16, bool, usize), usize> = BTreeMap::new();
-        let mut nodes: BTreeMap<(u16, bool, usize), usize> = BTreeMap::new();
+        // Samples out of and into each device and, numbered after them, each node: by link.
+        let mut passed: Vec<(u16, bool, usize, usize)> = Vec::new();
         let (mut a, mut b) = (0, 0);
         while a < from.len() && b < to.len() {
             let (left, right) = (share(global_batch, from.len(), a), share(global_batch, to.len(), b));
@@ -59,27 +58,30 @@ impl Ways {
             let (giver, taker) = (from[a], to[b]);
             if giver != taker && count > 0 {
                 let link = self.link(giver, taker);
-                *devices.entry((link, false, giver)).or_default() += count;
-                *devices.entry((link, true, taker)).or_default() += count;
+                passed.extend([(link, false, giver, count), (link, true, taker, count)]);
                 let ends = [giver, taker].map(|device| self.node_of[device]);
                 if ends[0] != ends[1] {
-                    for (node, into) in ends.into_iter().zip([false, true]) {
-                        *nodes.entry((self.interface[node], into, node)).or_default() += count;
-                    }
+                    let nodes = ends.into_iter().zip([false, true]);
+                    let node = |(node, into)| (self.interface[node], into, self.devices + node, count);
+                    passed.extend(nodes.map(node));
                 }
             }
             (a, b) = (a + usize::from(left.end <= right.end), b + usize::from(right.end <= left.end));
         }
-        let mut most: BTreeMap<u16, usize> = BTreeMap::new();
-        for ((link, ..), count) in devices.into_iter().chain(nodes) {
-            let known = most.entry(link).or_default();
-            *known = (*known).max(count);
+        passed.sort_unstable();
+        let mut most: Vec<(u16, usize)> = Vec::new();
+        for same in passed.chunk_by(|one, next| (one.0, one.1, one.2) == (next.0, next.1, next.2)) {
+            let samples: usize = same.iter().map(|(.., count)| count).sum();
+            match most.last_mut() {
+                Some((link, known)) if *link == same[0].0 => *known = samples.max(*known),
+                _ => most.push((same[0].0, samples)),
+            }
         }
         let mut taking_part: Vec<usize> = from.iter().chain(to).copied().collect();
         taking_part.sort_unstable();
         taking_part.dedup();
         let taking_part = if most.is_empty() { 0 } else { taking_part.len() };
-        Moves { most: most.into_iter().collect(), taking_part }
+        Moves { most, taking_part }
     }
 
     /// Seconds of moving so many bytes a sample, one way. What goes out and what comes in pass at the same time; the

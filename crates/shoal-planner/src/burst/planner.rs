@@ -2,6 +2,7 @@
 //! the timeline and by memory.
 
 use super::place::Ways;
+use super::polish::polish;
 use super::search::{Field, Limits, Link, Wanted, links, search};
 use super::{BurstError, Decision, Estimate, Goal, Planned, Problem, greedy, timeline};
 
@@ -52,7 +53,10 @@ impl<'a> Planner<'a> {
         choice.offer(self.greedy.clone());
         let wanted = if cheapest { Wanted::Cheapest } else { Wanted::Fastest };
         let found = search(&self.field, &self.links, choice.closer_limits(), wanted);
-        found.decisions.into_iter().for_each(|decision| choice.offer(decision));
+        found.decisions.into_iter().for_each(|decision| {
+            choice.offer(decision);
+        });
+        polish(&mut choice, &self.field.series, &self.field.sets, &self.field.order);
         match (choice.best, choice.overfilled) {
             (Some(planned), _) => Ok(planned),
             (None, Some((device, needed_bytes, budget_bytes))) => {
@@ -94,17 +98,22 @@ impl<'a> Planner<'a> {
 }
 
 /// The best of what is offered.
-struct Choice<'a> {
-    problem: &'a Problem<'a>,
+pub(super) struct Choice<'a> {
+    pub problem: &'a Problem<'a>,
     ways: &'a Ways,
     limits: Limits,
     /// Whether the least device-seconds are best, and not the least time.
     cheapest: bool,
-    best: Option<Planned>,
+    pub best: Option<Planned>,
     overfilled: Option<(usize, u64, u64)>,
 }
 
-impl Choice<'_> {
+impl<'a> Choice<'a> {
+    /// The same choice with nothing offered yet.
+    pub fn afresh(&self) -> Choice<'a> {
+        Choice { best: None, overfilled: None, ..*self }
+    }
+
     fn key(&self, estimate: &Estimate) -> (f64, f64) {
         match self.cheapest {
             true => (estimate.device_seconds, estimate.step_seconds),
@@ -112,22 +121,25 @@ impl Choice<'_> {
         }
     }
 
-    fn offer(&mut self, decision: Decision) {
+    /// Takes a decision if it is better than the best so far.
+    pub fn offer(&mut self, decision: Decision) -> bool {
         let estimate = timeline::estimate(self.problem, self.ways, &decision);
         let Limits { step_seconds, device_seconds } = self.limits;
         if estimate.device_seconds > device_seconds || estimate.step_seconds > step_seconds {
-            return;
+            return false;
         }
         if let Some(over) = self.problem.overfilled(&decision) {
             let nearer = |known: &(usize, u64, u64)| over.1 - over.2 < known.1 - known.2;
             if self.overfilled.as_ref().is_none_or(nearer) {
                 self.overfilled = Some(over);
             }
-            return;
+            return false;
         }
-        if self.best.as_ref().is_none_or(|best| self.key(&estimate) < self.key(&best.estimate)) {
+        let better = self.best.as_ref().is_none_or(|best| self.key(&estimate) < self.key(&best.estimate));
+        if better {
             self.best = Some(Planned { decision, estimate });
         }
+        better
     }
 
     /// What is worse than the best so far need not be looked for.

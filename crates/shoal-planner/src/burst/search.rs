@@ -57,7 +57,7 @@ pub(super) struct Field<'a> {
     pub sets: Vec<Vec<usize>>,
     /// Which of the sets is one device alone.
     pub single: usize,
-    series: Series,
+    pub series: Series,
     /// By layer, then set.
     layers: Vec<Cost>,
     /// By both sets.

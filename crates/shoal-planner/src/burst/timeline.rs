@@ -66,9 +66,9 @@ pub(super) fn estimate(problem: &Problem, ways: &Ways, decision: &Decision) -> E
     let layers = problem.inputs.len();
     let times: Vec<(f64, f64)> =
         (0..layers).map(|layer| layer_seconds(problem, layer, &decision.devices[layer])).collect();
-    for layer in 0..layers {
+    for (layer, (forward, _)) in times.iter().enumerate() {
         let ready = clock.receive(layer, &problem.inputs[layer], |from, _| from, false);
-        clock.run(layer, ready, times[layer].0);
+        clock.run(layer, ready, *forward);
     }
     let turn = clock.end[layers - 1];
     clock.sums_end = turn;

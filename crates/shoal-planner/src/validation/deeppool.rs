@@ -38,11 +38,41 @@ impl DeepPoolError {
     }
 }
 
-/// The files, what is in them, and the batch and figures of their published limits.
-const MODELS: [(&str, &str, Shape, usize, (f64, f64)); 3] = [
-    ("VGG-16", "A100_vgg.prof", Shape::Chain, 32, (5.2, 1.53)),
-    ("WideResNet-101-2", "A100_wrn.prof", Shape::Chain, 16, (2.6, 3.05)),
-    ("Inception-V3", "A100_inception.prof", Shape::InceptionV3, 32, (4.0, 1.98)),
+/// A model with its file, and the limits published of it.
+struct Published {
+    model: &'static str,
+    file: &'static str,
+    shape: Shape,
+    compute_only_batch: usize,
+    speedup: f64,
+    amplification: f64,
+}
+
+const MODELS: [Published; 3] = [
+    Published {
+        model: "VGG-16",
+        file: "A100_vgg.prof",
+        shape: Shape::Chain,
+        compute_only_batch: 32,
+        speedup: 5.2,
+        amplification: 1.53,
+    },
+    Published {
+        model: "WideResNet-101-2",
+        file: "A100_wrn.prof",
+        shape: Shape::Chain,
+        compute_only_batch: 16,
+        speedup: 2.6,
+        amplification: 3.05,
+    },
+    Published {
+        model: "Inception-V3",
+        file: "A100_inception.prof",
+        shape: Shape::InceptionV3,
+        compute_only_batch: 32,
+        speedup: 4.0,
+        amplification: 1.98,
+    },
 ];
 
 const KIND: &str = "A100";
@@ -143,10 +173,10 @@ pub struct Outcome {
 /// The report on the files of a folder.
 pub fn report(folder: &Path) -> Result<Report, DeepPoolError> {
     let mut models = Vec::new();
-    for (model, file, shape, batch, published) in MODELS {
-        let path = folder.join(file);
+    for published in &MODELS {
+        let path = folder.join(published.file);
         let text = std::fs::read_to_string(&path).map_err(|cause| ProfileError::Io { path, cause })?;
-        let measured = profile::read(&text, file, shape)?;
+        let measured = profile::read(&text, published.file, published.shape)?;
         let mut cases = Vec::new();
         for network in [Network::Flat, Network::Nodes] {
             for devices in DEVICES {
@@ -157,9 +187,9 @@ pub fn report(folder: &Path) -> Result<Report, DeepPoolError> {
             }
         }
         models.push(ModelReport {
-            model: model.to_owned(),
+            model: published.model.to_owned(),
             parameters: measured.layers.iter().map(|layer| layer.parameters).sum(),
-            compute_only: compute_only(&measured, batch, published),
+            compute_only: compute_only(&measured, published),
             cases,
         });
     }
@@ -177,7 +207,8 @@ pub fn report(folder: &Path) -> Result<Report, DeepPoolError> {
 
 const COMPUTE_ONLY_DEVICES: usize = 8;
 
-fn compute_only(measured: &Measured, global_batch: usize, published: (f64, f64)) -> ComputeOnly {
+fn compute_only(measured: &Measured, published: &Published) -> ComputeOnly {
+    let global_batch = published.compute_only_batch;
     let seconds = |samples: usize| -> f64 {
         measured.forward.iter().chain(&measured.backward).map(|curve| curve.at(samples)).sum()
     };
@@ -185,9 +216,9 @@ fn compute_only(measured: &Measured, global_batch: usize, published: (f64, f64))
     ComputeOnly {
         global_batch,
         speedup,
-        published_speedup: published.0,
+        published_speedup: published.speedup,
         amplification: COMPUTE_ONLY_DEVICES as f64 / speedup,
-        published_amplification: published.1,
+        published_amplification: published.amplification,
     }
 }
 

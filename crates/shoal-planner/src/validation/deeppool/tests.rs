@@ -52,7 +52,7 @@ fn sharing_gains_where_layers_do_not_divide() {
 
 #[test]
 fn dividing_the_computation_alone_gives_the_ratio_of_two_sums() {
-    let limits = compute_only(&made_up(), 64, (1.0, 1.0));
+    let limits = compute_only(&made_up(), &Published { compute_only_batch: 64, ..MODELS[0] });
     // 1450 µs and 105 µs a sample.
     assert!((limits.speedup - (1450.0 + 105.0 * 64.0) / (1450.0 + 105.0 * 8.0)).abs() < 1e-9);
     assert!((limits.speedup * limits.amplification - 8.0).abs() < 1e-9);
