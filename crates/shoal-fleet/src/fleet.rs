@@ -107,6 +107,27 @@ impl Fleet {
         interfaces.slowest(between)
     }
 
+    /// So many machines like the first of this fleet, with these names.
+    pub fn of_machines(&self, names: &[String]) -> Fleet {
+        let first = &self.nodes[0];
+        let mut fleet = Fleet {
+            nodes: Vec::new(),
+            devices: Vec::new(),
+            zone_pairs: BTreeMap::new(),
+            node_pairs: BTreeMap::new(),
+            ..self.clone()
+        };
+        for (node, name) in names.iter().enumerate() {
+            let start = fleet.devices.len();
+            for (place, device) in self.devices[first.devices.clone()].iter().enumerate() {
+                fleet.devices.push(Device { name: format!("{name}:{place}"), node, ..device.clone() });
+            }
+            let devices = start..fleet.devices.len();
+            fleet.nodes.push(Node { name: name.clone(), devices, ..first.clone() });
+        }
+        fleet
+    }
+
     pub fn same_node(&self, a: usize, b: usize) -> bool {
         self.devices[a].node == self.devices[b].node
     }

@@ -10,7 +10,7 @@ use std::fmt;
 
 use crate::layout::Layout;
 use crate::program::{Keep, Moved, Op, Pass};
-use crate::table::{Residence, Samples, Tier};
+use crate::table::{Activations, Residence, Samples, Tier};
 
 /// Something an instruction makes and another uses up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -53,6 +53,11 @@ pub enum Value {
     },
     /// The same in host memory.
     Offloaded {
+        layer: usize,
+        samples: Samples,
+    },
+    /// The same, back from there.
+    Restored {
         layer: usize,
         samples: Samples,
     },
@@ -137,6 +142,9 @@ impl fmt::Display for Value {
             Value::Input { layer, samples } => write!(f, "the kept input of layer {layer}, {samples}"),
             Value::Offloaded { layer, samples } => {
                 write!(f, "the offloaded input of layer {layer}, {samples}")
+            }
+            Value::Restored { layer, samples } => {
+                write!(f, "the restored input of layer {layer}, {samples}")
             }
             Value::Gradient { layer, reader, samples } if *reader == layer + 1 => {
                 write!(f, "the gradient of layer {layer}'s output, {samples}")
@@ -322,12 +330,17 @@ impl Of<'_> {
             },
             Op::Restore { layer, samples } => Effects {
                 uses_up: vec![Value::Offloaded { layer, samples }],
-                makes: vec![Value::Input { layer, samples }],
+                makes: vec![Value::Restored { layer, samples }],
                 ..Effects::default()
             },
             Op::Recompute { layer, samples } => {
+                let share = self.layout.share(self.device, layer, samples);
+                let offloaded = share.is_some_and(|share| share.activations == Activations::Offload);
                 let remade = Effects {
-                    uses_up: vec![Value::Input { layer, samples }],
+                    uses_up: vec![match offloaded {
+                        true => Value::Restored { layer, samples },
+                        false => Value::Input { layer, samples },
+                    }],
                     makes: vec![Value::Saved { layer, samples }],
                     ..Effects::default()
                 };

@@ -10,9 +10,15 @@
 //! - [`effects`]: what each instruction reads, makes, uses up and adds to.
 //! - [`verify`]: whether a program's order is one its dependencies allow.
 //! - [`memory`]: a program's memory over its course, to the byte.
+//! - [`difference`]: what moves when one table replaces another.
+//! - [`dispatch`]: which of several jobs a device serves next.
+//! - [`draw`]: random tables, for tests of what must hold for all.
 //! - [`one_device`]: the search for the best table on a single device.
 
 pub mod compile;
+pub mod difference;
+pub mod dispatch;
+pub mod draw;
 pub mod effects;
 pub mod layout;
 pub mod meetings;

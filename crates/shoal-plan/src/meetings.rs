@@ -17,7 +17,7 @@ pub struct Meeting {
 }
 
 /// All of a step's meetings.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Meetings {
     pub all: Vec<Meeting>,
     /// Of each program's instructions, in their order.
@@ -63,7 +63,7 @@ impl Meetings {
 
     /// The meeting of an instruction.
     pub fn of(&self, (program, place): Place) -> Option<usize> {
-        self.of[program][place].map(|meeting| meeting as usize)
+        self.of.get(program)?[place].map(|meeting| meeting as usize)
     }
 
     fn check(&self, meeting: &Meeting, programs: &[Program], layout: &Layout) -> Result<(), ProgramError> {

@@ -61,8 +61,8 @@ pub fn forecast_in(program: &Program, layout: &Layout) -> MemoryForecast {
         0 => 0,
         pairs => allocation_bytes(plan.sequence * 2 * pairs),
     };
-    let mut walk = Walk::new(layout, device);
-    let phases: Vec<Phase> = program.instructions.iter().map(|i| walk.change(&i.op)).collect();
+    let mut meter = Meter::new(layout, device);
+    let phases: Vec<Phase> = program.instructions.iter().map(|i| meter.phase(&i.op)).collect();
     let (values, highest_at) = highest(&program.instructions, &phases);
     let mut forecast = MemoryForecast {
         workspace: plan.devices[device].workspace_bytes,
@@ -73,7 +73,7 @@ pub fn forecast_in(program: &Program, layout: &Layout) -> MemoryForecast {
         constants: rotary + ENGINE_SCALARS * allocation_bytes(2),
         values,
         highest_at,
-        host: walk.host_most,
+        host: meter.host_most,
         disk: 0,
     };
     for tensor in 0..chain.tensors.len() {
@@ -139,8 +139,12 @@ fn highest(instructions: &[Instruction], phases: &[Phase]) -> (u64, usize) {
         }
     }
     for place in 0..instructions.len() {
+        // They may start while the instruction before this place still runs.
         for ahead in &early[place] {
             course.live += phases[*ahead].peak as i64;
+        }
+        if course.live > most {
+            (most, highest_at) = (course.live, place.saturating_sub(1));
         }
         course.learn(place);
         if instructions[place].ahead == 0 {
@@ -218,8 +222,9 @@ impl<'a> Course<'a> {
     }
 }
 
-/// What is alive that several instructions share.
-struct Walk<'a> {
+/// The bytes that a device's instructions take and release, told one after the other.
+#[derive(Debug)]
+pub struct Meter<'a> {
     layout: &'a Layout<'a>,
     device: usize,
     chain: &'a Chain,
@@ -241,9 +246,9 @@ struct Walk<'a> {
     groups: HashSet<(usize, usize, bool)>,
 }
 
-impl<'a> Walk<'a> {
-    fn new(layout: &'a Layout, device: usize) -> Walk<'a> {
-        Walk {
+impl<'a> Meter<'a> {
+    pub fn new(layout: &'a Layout, device: usize) -> Meter<'a> {
+        Meter {
             layout,
             device,
             chain: layout.chain,
@@ -443,7 +448,8 @@ impl<'a> Walk<'a> {
         (new, others)
     }
 
-    fn change(&mut self, op: &Op) -> Phase {
+    /// What the next instruction takes and releases.
+    pub fn phase(&mut self, op: &Op) -> Phase {
         let before = match *op {
             Op::Begin { layer, samples } => self.put_together(layer, self.first_inputs(layer, 1), samples),
             Op::Forward { layer, samples, keep } => {
@@ -457,7 +463,7 @@ impl<'a> Walk<'a> {
             }
             _ => Phase::default(),
         };
-        let Phase { peak, gain, loss } = self.change_of_whole(op);
+        let Phase { peak, gain, loss } = self.whole_phase(op);
         Phase { peak: before.gain + peak, gain: before.gain + gain, loss: before.loss + loss }
     }
 
@@ -472,7 +478,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Where inputs and gradients are in one piece.
-    fn change_of_whole(&mut self, op: &Op) -> Phase {
+    fn whole_phase(&mut self, op: &Op) -> Phase {
         if let Op::Begin { layer, samples }
         | Op::Forward { layer, samples, .. }
         | Op::Recompute { layer, samples }
@@ -480,7 +486,7 @@ impl<'a> Walk<'a> {
         | Op::Backward { layer, samples } = *op
             && let Some(bytes) = self.chain.layers[layer].kind.phases(samples.count(), self.precision)
         {
-            return self.phase(op, layer, samples, &bytes);
+            return self.phase_between_images(op, layer, samples, &bytes);
         }
         match *op {
             Op::Load { samples } => {
@@ -587,7 +593,7 @@ impl<'a> Walk<'a> {
     }
 
     /// An instruction of a layer whose phases are known.
-    fn phase(&mut self, op: &Op, layer: usize, samples: Samples, bytes: &Phases) -> Phase {
+    fn phase_between_images(&mut self, op: &Op, layer: usize, samples: Samples, bytes: &Phases) -> Phase {
         let chain = self.chain;
         let inputs = &chain.layers[layer].inputs;
         let (x, others) = inputs.split_at(inputs.len().min(bytes.kept_inputs));

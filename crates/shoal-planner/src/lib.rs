@@ -1,9 +1,41 @@
 //! The searches for the best table. Each knows one shape of it and a cost model for that shape.
 //!
+//! - [`pipeline`]: runs of layers on devices one after the other, in replicas.
+//! - [`mirrors`]: state on two machines, against the loss of one.
+//! - [`mixed`]: pipelines whose stages are groups of devices.
 //! - [`sharded`]: every layer on every device; samples and state divided separately, by what each device can do.
+//! - [`spilled`]: state on hosts and disks, layers streamed through a device; several models on a pool.
 //! - [`burst`]: to each layer the number of devices that suits it.
+//! - [`auto`]: the best of all shapes.
+//! - [`run`]: whole runs over a fleet that comes and goes.
 //! - [`validation`]: other systems' published measurements beside what our models say.
 
+pub mod auto;
 pub mod burst;
+pub mod mirrors;
+pub mod mixed;
+pub mod pipeline;
+pub mod run;
 pub mod sharded;
+pub mod spilled;
 pub mod validation;
+
+use shoal_fleet::Fleet;
+use shoal_plan::DeviceRow;
+
+/// Bytes that a process takes of a GPU beside what is counted: the driver's context, kernels and libraries.
+pub const GPU_PROCESS_BYTES: u64 = 560 << 20;
+
+/// What a GPU's libraries take of what is counted, whatever runs.
+pub const GPU_WORKSPACE_BYTES: u64 = 64 << 20;
+
+/// A fleet's devices as plans know them.
+pub fn device_rows(fleet: &Fleet) -> Vec<DeviceRow> {
+    let rows = fleet.devices.iter().map(|device| DeviceRow {
+        name: device.name.clone(),
+        budget_bytes: device.memory_bytes.saturating_sub(GPU_PROCESS_BYTES),
+        workspace_bytes: GPU_WORKSPACE_BYTES,
+        stash: None,
+    });
+    rows.collect()
+}

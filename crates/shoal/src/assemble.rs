@@ -276,16 +276,20 @@ fn open_tokens(job: &Job, cache: &Path, progress: Preparing) -> Result<JobData> 
     Ok(JobData { train, eval })
 }
 
-/// Plans a job's step on the local device.
-pub fn plan(job: &Job, chain: &Chain, device: &LocalDevice) -> Result<Planned> {
-    let shape = StepShape {
+/// A job's step, to be planned.
+pub fn step_shape(job: &Job) -> StepShape {
+    StepShape {
         global_batch: job.global_batch,
         sequence: job.sequence,
         precision: job.precision,
         optimizer_states: job.optimizer.state_names().len(),
-    };
+    }
+}
+
+/// Plans a job's step on the local device.
+pub fn plan(job: &Job, chain: &Chain, device: &LocalDevice) -> Result<Planned> {
     device.assert_takes(job)?;
-    Ok(plan_one_device(chain, shape, &device.offer(), job.preferences)?)
+    Ok(plan_one_device(chain, step_shape(job), &device.offer(), job.preferences)?)
 }
 
 /// How a plan cuts the batch, for the run folder to remember.

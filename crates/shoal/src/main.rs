@@ -3,17 +3,19 @@
 mod assemble;
 mod commands;
 mod error;
+mod fleet_plan;
 mod job;
 mod machine;
 mod model_folder;
 mod preprocessor;
 mod show;
+mod timeline;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, demo, doctor, export, generate, init, plan, profile, train, verify};
+use crate::commands::{bench, demo, doctor, export, generate, init, plan, profile, simulate, train, verify};
 
 /// Trains large neural networks on the accelerators people can actually get.
 #[derive(Parser)]
@@ -35,6 +37,8 @@ enum Command {
     Train(train::Options),
     /// The plan for a job: who computes what, who keeps what, how much memory
     Plan(plan::Options),
+    /// A step of a plan on a virtual clock: how long, where the time goes, a picture
+    Simulate(simulate::Options),
     /// Write a run's model as a Hugging Face folder
     Export(export::Options),
     /// Continue a prompt with a trained model
@@ -54,6 +58,7 @@ fn main() -> ExitCode {
         Command::Init(options) => init::run(options),
         Command::Train(options) => train::run(options),
         Command::Plan(options) => plan::run(options),
+        Command::Simulate(options) => simulate::run(options),
         Command::Export(options) => export::run(options),
         Command::Generate(options) => generate::run(options),
         Command::Bench(options) => bench::run(options),

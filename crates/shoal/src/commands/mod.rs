@@ -8,6 +8,7 @@ pub mod generate;
 pub mod init;
 pub mod plan;
 pub mod profile;
+pub mod simulate;
 pub mod train;
 mod trial;
 pub mod verify;

@@ -5,12 +5,16 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde_json::json;
 use shoal_model::Chain;
-use shoal_plan::Planned;
+use shoal_plan::{Layout, Planned, Purpose, compile_paced};
+use shoal_planner::auto::Found;
+use shoal_sim::FleetWorld;
 
 use crate::assemble::{self, LocalDevice};
 use crate::error::{CliError, Result};
+use crate::fleet_plan::{Described, FleetOptions, print_layers};
 use crate::job::{Job, bytes_text};
 use crate::show::{grouped, short};
+use crate::timeline::time_text;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -19,10 +23,12 @@ pub struct Options {
     /// Change a key of the job: --set plan.micro_batch=2
     #[arg(long = "set", value_name = "KEY=VALUE")]
     set: Vec<String>,
+    #[command(flatten)]
+    on: FleetOptions,
     /// Write the table to this file
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
-    /// Write the program of one training step to this file
+    /// Write the program of one training step to this file; on a fleet a list, one a device
     #[arg(long, value_name = "FILE")]
     program: Option<PathBuf>,
     /// Print table and forecast as JSON
@@ -33,6 +39,9 @@ pub struct Options {
 pub fn run(options: Options) -> Result {
     let job = Job::read(&options.job, &options.set)?;
     let chain = job.chain();
+    if options.on.fleet.is_some() {
+        return on_fleet(&options, &job, &chain);
+    }
     let device = LocalDevice::choose(job.device, job.memory_bytes, job.threads)?;
     let planned = assemble::plan(&job, &chain, &device)?;
     if let Some(path) = &options.table {
@@ -45,6 +54,42 @@ pub fn run(options: Options) -> Result {
         println!("{}", summary_json(&planned, &device));
     } else {
         print_table(&job, &chain, &device, &planned);
+    }
+    Ok(())
+}
+
+/// The best plan for a fleet, and why.
+fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
+    let on = options.on.read(job, chain)?;
+    let Found { best, tried } = options.on.search(job, chain, &on)?;
+    if let Some(path) = &options.table {
+        write_json(path, &best.plan)?;
+    }
+    if let Some(path) = &options.program {
+        let layout = Layout::new(&best.plan, chain);
+        let world = FleetWorld::new(&on.fleet, &on.costs, &layout);
+        write_json(path, &compile_paced(&best.plan, chain, Purpose::Train, &world)?)?;
+    }
+    let described =
+        Described { job, on: &on, plan: &best.plan, simulated: &best.simulated, memory: &best.memory };
+    if options.json {
+        let mut summary = described.json();
+        summary["shape"] = json!(best.shape);
+        summary["tried"] = json!(tried);
+        println!("{summary}");
+        return Ok(());
+    }
+    described.print();
+    println!();
+    print_layers(&best.plan);
+    println!();
+    for tried in &tried {
+        match (tried.seconds, &tried.refused) {
+            (Some(seconds), _) => println!("{:<10} {} a step", tried.shape.name(), time_text(seconds)),
+            (None, refused) => {
+                println!("{:<10} no plan: {}", tried.shape.name(), refused.as_deref().unwrap_or("none fits"));
+            }
+        }
     }
     Ok(())
 }

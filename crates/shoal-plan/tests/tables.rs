@@ -1,0 +1,193 @@
+//! What must hold for any table: it compiles to programs that verify, that survive JSON, in which every sample visits
+//! every layer once and every gradient reaches every holder of its slice once. The tables are random ones from the whole
+//! space, and the coverage of its features is counted.
+
+use std::collections::{BTreeMap, HashMap};
+
+use shoal_model::Chain;
+use shoal_plan::draw::{self, Draw};
+use shoal_plan::{Op, Plan, Program, ProgramError, Purpose, Tier, compile, verify_all};
+
+const CASES: u64 = 4000;
+
+fn case(seed: u64) -> (Chain, Plan) {
+    let mut draw = Draw::new(seed);
+    let (chain, sequence) = draw::model(&mut draw);
+    let step = draw::step(&mut draw, sequence);
+    let plan = draw::table(&chain, step, 5, &mut draw);
+    (chain, plan)
+}
+
+/// How often each sample of each layer passes, on whichever device.
+fn passes(programs: &[Program], layers: usize, batch: usize, backward: bool) -> Vec<Vec<usize>> {
+    let mut counts = vec![vec![0; batch]; layers];
+    for instruction in programs.iter().flat_map(|program| &program.instructions) {
+        let passed = match instruction.op {
+            Op::Forward { layer, samples, .. } if !backward => Some((layer, samples)),
+            Op::Backward { layer, samples } if backward => Some((layer, samples)),
+            _ => None,
+        };
+        if let Some((layer, samples)) = passed {
+            samples.range().for_each(|sample| counts[layer][sample] += 1);
+        }
+    }
+    counts
+}
+
+/// Follows every tensor's gradient by hand: each device's share is complete when it is reduced, every holder takes part
+/// in the reduction, and each of its slices is updated once, after it.
+fn gradients_reach_their_holders(programs: &[Program], plan: &Plan, chain: &Chain) {
+    for (tensor, row) in plan.tensors.iter().enumerate() {
+        let owner = chain.users(tensor).next().unwrap();
+        let mut updated: HashMap<(usize, Tier), usize> = HashMap::new();
+        for program in programs {
+            let place = |wanted: &dyn Fn(&Op) -> bool| {
+                program
+                    .instructions
+                    .iter()
+                    .enumerate()
+                    .filter(|(_, i)| wanted(&i.op))
+                    .map(|(at, _)| at)
+                    .collect::<Vec<_>>()
+            };
+            let device = program.device;
+            let added = place(
+                &|op| matches!(op, Op::Backward { layer, .. } if chain.users(tensor).any(|user| user == *layer)),
+            );
+            let reduced = place(&|op| *op == Op::Reduce { layer: owner });
+            let held = row.gradient.iter().filter(|held| held.holder.device() == device).count();
+            let whole_here =
+                row.gradient.iter().all(|held| held.holder == shoal_plan::Holder::Device(device));
+            let elsewhere = programs.iter().any(|other| {
+                other.device != device
+                    && other.instructions.iter().any(|i| matches!(i.op, Op::Backward { layer, .. } if chain.users(tensor).any(|user| user == layer)))
+            });
+            // Unless all is computed and held here, it must be reduced, once, after the last addition.
+            if (!added.is_empty() || held > 0) && (!whole_here || elsewhere) {
+                assert_eq!(reduced.len(), 1, "{}: device {device}", row.tensor);
+                assert!(added.iter().all(|at| *at < reduced[0]), "{}: device {device}", row.tensor);
+            }
+            for (at, instruction) in program.instructions.iter().enumerate() {
+                if let Op::Update { tensor: of, at: tier } = instruction.op
+                    && of == tensor
+                {
+                    assert!(reduced.iter().chain(&added).all(|earlier| *earlier < at));
+                    *updated.entry((device, tier)).or_default() += 1;
+                }
+            }
+        }
+        let mut expected: HashMap<(usize, Tier), usize> = HashMap::new();
+        for held in &row.optimizer {
+            expected.insert((held.holder.device(), held.holder.tier()), 1);
+        }
+        assert_eq!(updated, expected, "{}", row.tensor);
+    }
+}
+
+#[test]
+fn any_table_compiles_and_comes_to_an_end() {
+    let mut coverage: BTreeMap<&str, u64> = BTreeMap::new();
+    for seed in 0..CASES {
+        let (chain, plan) = case(seed);
+        plan.check(&chain).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        for name in draw::features(&plan, &chain) {
+            *coverage.entry(name).or_default() += 1;
+        }
+        for purpose in [Purpose::Train, Purpose::Evaluate, Purpose::Predict] {
+            let programs =
+                compile(&plan, &chain, purpose).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+            verify_all(&programs, &plan, &chain, purpose)
+                .unwrap_or_else(|error| panic!("seed {seed}, {purpose:?}: {error}"));
+            if purpose == Purpose::Train {
+                for backward in [false, true] {
+                    let counts = passes(&programs, chain.layers.len(), plan.global_batch, backward);
+                    assert!(counts.iter().flatten().all(|count| *count == 1), "seed {seed}");
+                }
+                gradients_reach_their_holders(&programs, &plan, &chain);
+            }
+        }
+        if seed % 50 == 0 {
+            let text = serde_json::to_string(&plan).unwrap();
+            assert_eq!(serde_json::from_str::<Plan>(&text).unwrap(), plan);
+            let programs = compile(&plan, &chain, Purpose::Train).unwrap();
+            let text = serde_json::to_string(&programs).unwrap();
+            assert_eq!(serde_json::from_str::<Vec<Program>>(&text).unwrap(), programs);
+        }
+    }
+    println!("features of {CASES} random tables:");
+    for (name, count) in &coverage {
+        println!("{:>5.1} %  {name}", *count as f64 / CASES as f64 * 100.0);
+    }
+    assert!(coverage.len() == 22, "{} features", coverage.len());
+    assert!(coverage.values().all(|count| 20 * count >= CASES), "{coverage:?}");
+}
+
+/// A step that lacks any movement, or has one twice, is refused.
+#[test]
+fn no_movement_may_be_missing() {
+    let mut refused = 0;
+    for seed in 0..400 {
+        let (chain, plan) = case(seed);
+        let mut programs = compile(&plan, &chain, Purpose::Train).unwrap();
+        let moves: Vec<(usize, usize)> = programs
+            .iter()
+            .enumerate()
+            .flat_map(|(number, program)| {
+                let places = program.instructions.iter().enumerate();
+                places.filter(|(_, i)| moves(&i.op)).map(move |(place, _)| (number, place))
+            })
+            .collect();
+        if moves.is_empty() {
+            continue;
+        }
+        let (program, place) = moves[Draw::new(seed).below(moves.len())];
+        let gone = programs[program].instructions.remove(place).id;
+        for instruction in &mut programs[program].instructions {
+            instruction.after.retain(|id| *id != gone);
+        }
+        let error = verify_all(&programs, &plan, &chain, Purpose::Train);
+        assert!(error.is_err(), "seed {seed}");
+        refused += 1;
+    }
+    assert!(refused > 200, "{refused}");
+}
+
+fn moves(op: &Op) -> bool {
+    matches!(
+        op,
+        Op::Gather { .. }
+            | Op::Release { .. }
+            | Op::Send { .. }
+            | Op::Receive { .. }
+            | Op::Exchange { .. }
+            | Op::Offload { .. }
+            | Op::Restore { .. }
+            | Op::Reduce { .. }
+    )
+}
+
+/// Two devices whose lists make each wait for the other are found out.
+#[test]
+fn a_step_that_would_wait_forever_is_refused() {
+    let mut found = 0;
+    for seed in 0..400 {
+        let (chain, plan) = case(seed);
+        let mut programs = compile(&plan, &chain, Purpose::Train).unwrap();
+        // Everything that a device receives or computes waits for the last thing that it sends.
+        let Some(program) = programs.iter_mut().find(|program| {
+            program.instructions.iter().any(|i| matches!(i.op, Op::Send { .. }))
+                && program.instructions.iter().any(|i| matches!(i.op, Op::Receive { .. }))
+        }) else {
+            continue;
+        };
+        let sends = program.instructions.iter().filter(|i| matches!(i.op, Op::Send { .. }));
+        let last = sends.map(|i| i.id).max().unwrap();
+        let first = program.instructions.iter_mut().find(|i| matches!(i.op, Op::Receive { .. })).unwrap();
+        first.after.push(last);
+        match verify_all(&programs, &plan, &chain, Purpose::Train) {
+            Err(ProgramError::TooEarly { .. } | ProgramError::Stuck { .. }) => found += 1,
+            other => assert!(other.is_ok(), "seed {seed}: {other:?}"),
+        }
+    }
+    assert!(found > 50, "{found}");
+}

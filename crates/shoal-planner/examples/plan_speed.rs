@@ -1,0 +1,87 @@
+//! How long planning and simulating take, and how they grow with the fleet: `cargo xtask bench plan` runs it.
+
+use std::time::Instant;
+
+use shoal_fleet::{Costs, Fleet};
+use shoal_model::{Chain, Precision, presets};
+use shoal_plan::memory::forecast_in;
+use shoal_plan::one_device::StepShape;
+use shoal_plan::{Activations, DeviceRow, Layout, Order, Purpose, compile_paced, verify_all};
+use shoal_planner::pipeline::{Pipeline, Replica, Stage, table};
+use shoal_sim::{FleetWorld, Settings, simulate};
+
+const MICRO_BATCHES: usize = 64;
+const STAGES: usize = 32;
+
+fn main() {
+    println!("a pipeline step of {STAGES} stages and {MICRO_BATCHES} micro-batches a replica, seconds:");
+    println!("devices  instructions   compile    verify  forecast  simulate  step simulated");
+    for replicas in [1, 4, 16, 32] {
+        pipeline_step(replicas);
+    }
+}
+
+fn pipeline_step(replicas: usize) {
+    let chain = Chain::new(&presets::gpt2(50257, 1920, 62, 20, 1024));
+    let devices = replicas * STAGES;
+    let fleet = Fleet::parse(
+        &format!(
+            "[[node]]\nname = \"spot\"\ncount = {devices}\nhost_memory = \"64 GiB\"\nnetwork = \"10 Gbit/s\"\ndevices = [{{ kind = \"V100\" }}]\n"
+        ),
+        "fleet",
+    )
+    .expect("the fleet is one");
+    let step = StepShape {
+        global_batch: replicas * MICRO_BATCHES,
+        sequence: 1024,
+        precision: Precision::Fp16,
+        optimizer_states: 2,
+    };
+    let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).expect("V100 is known");
+    let layers = chain.layers.len();
+    let pipeline = Pipeline {
+        replicas: (0..replicas)
+            .map(|replica| Replica {
+                samples: replica * MICRO_BATCHES..(replica + 1) * MICRO_BATCHES,
+                micro_batch: 1,
+                stages: (0..STAGES)
+                    .map(|stage| Stage {
+                        device: replica * STAGES + stage,
+                        layers: layers * stage / STAGES..layers * (stage + 1) / STAGES,
+                    })
+                    .collect(),
+            })
+            .collect(),
+        order: Order::Varuna,
+        activations: Activations::Recompute,
+        divides_state: true,
+    };
+    let rows = fleet.devices.iter().map(|device| DeviceRow {
+        name: device.name.clone(),
+        budget_bytes: device.memory_bytes,
+        workspace_bytes: 0,
+        stash: None,
+    });
+    let plan = table(&chain, step, rows.collect(), &pipeline);
+    let layout = Layout::new(&plan, &chain);
+    let world = FleetWorld::new(&fleet, &costs, &layout);
+    let (programs, compiling) =
+        timed(|| compile_paced(&plan, &chain, Purpose::Train, &world).expect("it compiles"));
+    let ((), verifying) =
+        timed(|| verify_all(&programs, &plan, &chain, Purpose::Train).expect("it is a step"));
+    let (_, forecasting) =
+        timed(|| programs.iter().map(|program| forecast_in(program, &layout).total()).max());
+    let (simulated, simulating) =
+        timed(|| simulate(&programs, &layout, &world, Settings::default()).expect("it ends"));
+    let instructions: usize = programs.iter().map(|program| program.instructions.len()).sum();
+    println!(
+        "{devices:>7} {instructions:>13} {compiling:>9.2} {verifying:>9.2} {forecasting:>9.2} {simulating:>9.2} {:>13.2} s",
+        simulated.seconds
+    );
+}
+
+fn timed<T>(work: impl FnOnce() -> T) -> (T, f64) {
+    let start = Instant::now();
+    let result = work();
+    (result, start.elapsed().as_secs_f64())
+}

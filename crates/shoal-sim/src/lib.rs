@@ -1,0 +1,17 @@
+//! Runs the programs of a step on a virtual clock, as the engine runs them on devices: instructions start in their
+//! order, each when what it comes after has finished and its lane is free; what goes between devices starts when all
+//! who take part are there, and shares the links it passes with whatever else passes them.
+//!
+//! - [`clock`]: the clock itself.
+//! - [`flows`]: transfers that share links, and how long they take.
+//! - [`jobs`]: several jobs on a pool of devices.
+//! - [`world`]: what instructions cost on a fleet with a profile.
+
+pub mod clock;
+pub mod flows;
+pub mod jobs;
+pub mod world;
+
+pub use clock::{Jitter, Settings, Simulated, Span, simulate};
+pub use jobs::{OnDevice, PoolJob, simulate_jobs};
+pub use world::{FleetWorld, Work, World};

@@ -1,0 +1,357 @@
+//! What instructions cost on a fleet: times from the profile, bytes from the table, and the ways between devices,
+//! hosts and disks that bytes pass.
+
+use std::collections::BTreeMap;
+
+use crate::flows::Resource;
+use shoal_fleet::{Costs, Fleet, Link};
+use shoal_plan::{Holder, Layout, Op, Pace, Pass, Samples, Tier};
+
+/// Of a forward with a batch norm, the part before its statistics; of its backward likewise.
+const BEGIN_SHARE: f64 = 0.7;
+const BEGIN_BACKWARD_SHARE: f64 = 0.3;
+
+/// What something takes: some time, then bytes over resources that it shares with others.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Work {
+    pub seconds: f64,
+    pub bytes: f64,
+    pub resources: Vec<u32>,
+}
+
+impl Work {
+    fn seconds(seconds: f64) -> Work {
+        Work { seconds, ..Work::default() }
+    }
+}
+
+/// Where programs run.
+pub trait World {
+    /// What bytes pass.
+    fn resources(&self) -> &[Resource];
+
+    /// An instruction that a device runs by itself.
+    fn alone(&self, op: &Op, device: usize) -> Work;
+
+    /// One that several have in common, of which this device is one.
+    fn together(&self, op: &Op, device: usize) -> Work;
+}
+
+/// A fleet, its costs and a table for it: the plan's devices are the fleet's, in its order.
+pub struct FleetWorld<'a> {
+    pub fleet: &'a Fleet,
+    pub costs: &'a Costs,
+    pub layout: &'a Layout<'a>,
+    resources: Vec<Resource>,
+    gathers: Vec<BTreeMap<Pass, Work>>,
+    reductions: Vec<Work>,
+    small: Work,
+}
+
+/// Resources of a device: its ways to and from its host, and to and from the other devices of its node.
+const DEVICE_RESOURCES: u32 = 4;
+/// Resources of a node: its ways out and in, its memory, its disk's reading and writing.
+const NODE_RESOURCES: u32 = 5;
+
+#[derive(Clone, Copy)]
+enum Way {
+    FromHost = 0,
+    ToHost = 1,
+    ToPeers = 2,
+    FromPeers = 3,
+}
+
+#[derive(Clone, Copy)]
+enum Shared {
+    Out = 0,
+    In = 1,
+    Memory = 2,
+    DiskRead = 3,
+    DiskWrite = 4,
+}
+
+/// Bytes a second of what is never the narrowest.
+const UNLIMITED: f64 = 1e18;
+
+impl<'a> FleetWorld<'a> {
+    pub fn new(fleet: &'a Fleet, costs: &'a Costs, layout: &'a Layout) -> FleetWorld<'a> {
+        let mut world = FleetWorld {
+            fleet,
+            costs,
+            layout,
+            resources: resources(fleet),
+            gathers: Vec::new(),
+            reductions: Vec::new(),
+            small: Work::default(),
+        };
+        world.small = Work::seconds(world.small_sum(layout.members()));
+        for layer in 0..layout.chain.layers.len() {
+            let passes = [Pass::Forward, Pass::Backward, Pass::Step, Pass::Update];
+            let gather = |pass| Some((pass, world.gather(layer, pass)?));
+            world.gathers.push(passes.into_iter().filter_map(gather).collect());
+            world.reductions.push(world.reduction(layer));
+        }
+        world
+    }
+
+    fn device(&self, device: usize, way: Way) -> u32 {
+        device as u32 * DEVICE_RESOURCES + way as u32
+    }
+
+    fn node(&self, device: usize, shared: Shared) -> u32 {
+        let node = self.fleet.devices[device].node as u32;
+        self.fleet.devices.len() as u32 * DEVICE_RESOURCES + node * NODE_RESOURCES + shared as u32
+    }
+
+    fn output_bytes(&self, layer: usize, samples: Samples) -> f64 {
+        let plan = self.layout.plan;
+        let kind = &self.layout.chain.layers[layer].kind;
+        kind.output_bytes(samples.count(), plan.sequence, plan.precision) as f64
+    }
+
+    /// The input that a layer is made again from.
+    fn kept_bytes(&self, layer: usize, samples: Samples) -> f64 {
+        let first = self.layout.chain.layers[layer].inputs.first();
+        first.map_or(0.0, |from| self.output_bytes(*from, samples))
+    }
+
+    /// Between a device and its host, one way.
+    fn host_way(&self, device: usize, bytes: f64, in_or_out: Way) -> Work {
+        let link = &self.fleet.devices[device].host_link;
+        let resources = vec![self.device(device, in_or_out), self.node(device, Shared::Memory)];
+        Work { seconds: link.seconds_latency, bytes, resources }
+    }
+
+    /// From one device to another.
+    fn way(&self, from: usize, to: usize, bytes: f64) -> Work {
+        let link = self.fleet.link(from, to);
+        let resources = match self.fleet.same_node(from, to) {
+            true => vec![self.device(from, Way::ToPeers), self.device(to, Way::FromPeers)],
+            false => vec![self.node(from, Shared::Out), self.node(to, Shared::In)],
+        };
+        slowed(Work { seconds: link.seconds_latency, bytes, resources }, &link, &self.resources)
+    }
+
+    /// A ring through devices, node by node, over which so many bytes pass each of them.
+    fn ring(&self, devices: &[usize], bytes: f64, rounds: f64) -> Work {
+        if devices.len() < 2 {
+            return Work::default();
+        }
+        let mut order = devices.to_vec();
+        order.sort_by_key(|device| (self.fleet.devices[*device].node, *device));
+        let (mut resources, mut seconds) = (Vec::new(), 0.0);
+        let mut slowest: Option<Link> = None;
+        for (place, from) in order.iter().enumerate() {
+            let to = order[(place + 1) % order.len()];
+            let link = self.fleet.link(*from, to);
+            seconds += link.seconds_latency;
+            resources.extend(self.way(*from, to, bytes).resources);
+            slowest = Some(slowest.map_or(link.clone(), |other| other.slowest(&link)));
+        }
+        resources.sort_unstable();
+        resources.dedup();
+        // A ring of n has n - 1 steps, and each waits for one link.
+        seconds *= rounds * (order.len() - 1) as f64 / order.len() as f64;
+        let work = Work { seconds, bytes, resources };
+        slowest.map_or(work.clone(), |link| slowed(work, &link, &self.resources))
+    }
+
+    /// Parameters of a layer, from their holders to those who lack them.
+    fn gather(&self, layer: usize, pass: Pass) -> Option<Work> {
+        let group = self.layout.gather(layer, pass)?;
+        let tensors = match pass {
+            Pass::Update => self.layout.owned(layer),
+            Pass::Forward | Pass::Backward | Pass::Step => self.layout.tensors(layer),
+        };
+        let size = self.layout.plan.precision.bytes() as f64;
+        let total: f64 =
+            tensors.iter().map(|tensor| self.layout.plan.tensors[*tensor].elements as f64 * size).sum();
+        let own = |device: usize| -> f64 {
+            let held = tensors.iter().flat_map(|tensor| self.layout.held(*tensor, device));
+            let here = held.filter(|held| held.holder == Holder::Device(device));
+            here.map(|held| held.slice.count() as f64 * size).sum()
+        };
+        let lacking = group.receivers.iter().map(|device| total - own(*device)).fold(0.0, f64::max);
+        Some(self.through_tiers(&group.devices, lacking.max(0.0), group.tier, true))
+    }
+
+    /// A ring, and where slices lie farther away the way there.
+    fn through_tiers(&self, devices: &[usize], bytes: f64, tier: Tier, to_device: bool) -> Work {
+        let mut work = self.ring(devices, bytes, 1.0);
+        work.bytes = bytes;
+        if tier != Tier::Device {
+            for device in devices {
+                let way = if to_device { Way::FromHost } else { Way::ToHost };
+                work.resources.extend(self.host_way(*device, bytes, way).resources);
+            }
+        }
+        if tier == Tier::Disk {
+            let disk = if to_device { Shared::DiskRead } else { Shared::DiskWrite };
+            work.resources.extend(devices.iter().map(|device| self.node(*device, disk)));
+        }
+        work.resources.sort_unstable();
+        work.resources.dedup();
+        work
+    }
+
+    /// Gradients of what a layer owns, to their holders.
+    fn reduction(&self, layer: usize) -> Work {
+        let Some(group) = self.layout.reduce(layer) else { return Work::default() };
+        let (mut total, mut held) = (0.0, 0.0);
+        for tensor in self.layout.owned(layer) {
+            let row = &self.layout.plan.tensors[*tensor];
+            total += 4.0 * row.elements as f64;
+            held += row.gradient.iter().map(|held| 4.0 * held.slice.count() as f64).sum::<f64>();
+        }
+        let count = group.devices.len() as f64;
+        if count < 2.0 {
+            return self.through_tiers(&group.devices, total, group.tier, false);
+        }
+        // Once around to add up, and once more as far as slices have several holders.
+        let copies = (held / total.max(1.0)).min(count);
+        let rounds = 1.0 + (copies - 1.0) / (count - 1.0);
+        let bytes = rounds * total * (count - 1.0) / count;
+        let mut work = self.through_tiers(&group.devices, bytes, group.tier, false);
+        work.seconds = self.ring(&group.devices, bytes, rounds).seconds;
+        work
+    }
+
+    /// A few numbers, summed over devices: up and down a tree.
+    fn small_sum(&self, devices: &[usize]) -> f64 {
+        let Some(first) = devices.first() else { return 0.0 };
+        let latencies = devices.iter().map(|device| self.fleet.link(*first, *device).seconds_latency);
+        2.0 * (devices.len() as f64).log2().ceil() * latencies.fold(0.0, f64::max)
+    }
+}
+
+/// Links that were measured may be slower for messages of a size than their nodes' interfaces: so many more bytes.
+fn slowed(mut work: Work, link: &Link, resources: &[Resource]) -> Work {
+    let rates = work.resources.iter().map(|resource| resources[*resource as usize].bytes_per_second);
+    let narrowest = rates.fold(UNLIMITED, f64::min);
+    let alone = link.seconds(work.bytes as u64) - link.seconds_latency;
+    work.bytes = work.bytes.max(alone * narrowest);
+    work
+}
+
+fn resources(fleet: &Fleet) -> Vec<Resource> {
+    let link = |bytes_per_second| Resource { bytes_per_second, is_pool: false };
+    let pool = |bytes_per_second| Resource { bytes_per_second, is_pool: true };
+    let mut all = Vec::new();
+    for device in &fleet.devices {
+        let node = &fleet.nodes[device.node];
+        let host = device.host_link.bytes_per_second;
+        let peers = node.device_link.as_ref().map_or(host, |link| link.bytes_per_second);
+        all.extend([host, host, peers, peers].map(link));
+    }
+    for node in &fleet.nodes {
+        let (read, write) = node
+            .disk
+            .as_ref()
+            .map_or((UNLIMITED, UNLIMITED), |disk| (disk.read_bytes_per_second, disk.write_bytes_per_second));
+        let network = node.network.bytes_per_second;
+        all.extend([link(network), link(network), pool(node.host_bytes_per_second), pool(read), pool(write)]);
+    }
+    all
+}
+
+impl World for FleetWorld<'_> {
+    fn resources(&self) -> &[Resource] {
+        &self.resources
+    }
+
+    fn alone(&self, op: &Op, device: usize) -> Work {
+        let normed = |layer: usize| self.layout.chain.batch_norm(layer).is_some();
+        let forward = |layer, samples: Samples| self.costs.forward(layer, device, samples.count());
+        let backward = |layer, samples: Samples| self.costs.backward(layer, device, samples.count());
+        match *op {
+            Op::Begin { layer, samples } => Work::seconds(BEGIN_SHARE * forward(layer, samples)),
+            Op::Forward { layer, samples, keep } => {
+                let begun = normed(layer) && keep != shoal_plan::Keep::Nothing;
+                let share = if begun { 1.0 - BEGIN_SHARE } else { 1.0 };
+                Work::seconds(share * forward(layer, samples))
+            }
+            Op::Recompute { layer, samples } | Op::Predict { layer, samples } => {
+                Work::seconds(forward(layer, samples))
+            }
+            Op::BeginBackward { layer, samples } => {
+                Work::seconds(BEGIN_BACKWARD_SHARE * backward(layer, samples))
+            }
+            Op::Backward { layer, samples } => {
+                let share = if normed(layer) { 1.0 - BEGIN_BACKWARD_SHARE } else { 1.0 };
+                Work::seconds(share * backward(layer, samples))
+            }
+            Op::Load { samples } => {
+                let chain = self.layout.chain;
+                let elements = chain.input_elements(self.layout.plan.sequence) * samples.count();
+                self.host_way(device, 4.0 * elements as f64, Way::FromHost)
+            }
+            Op::Offload { layer, samples } => {
+                self.host_way(device, self.kept_bytes(layer, samples), Way::ToHost)
+            }
+            Op::Restore { layer, samples } => {
+                self.host_way(device, self.kept_bytes(layer, samples), Way::FromHost)
+            }
+            Op::Gather { layer, pass } => self.gathers[layer].get(&pass).cloned().unwrap_or_default(),
+            Op::Reduce { layer } => self.reductions[layer].clone(),
+            Op::Update { tensor, at } => self.update(tensor, device, at),
+            Op::CountTargets
+            | Op::Release { .. }
+            | Op::Exchange { .. }
+            | Op::Send { .. }
+            | Op::Receive { .. }
+            | Op::SumLoss
+            | Op::GradientNorm => Work::default(),
+        }
+    }
+
+    fn together(&self, op: &Op, device: usize) -> Work {
+        match *op {
+            Op::Send { layer, samples, to, .. } => self.way(device, to, self.output_bytes(layer, samples)),
+            Op::Receive { layer, samples, from, .. } => {
+                self.way(from, device, self.output_bytes(layer, samples))
+            }
+            Op::Exchange { layer, group, .. } => {
+                let group = self.layout.exchange(layer, group).unwrap_or_default();
+                Work::seconds(self.small_sum(&group.devices))
+            }
+            Op::CountTargets | Op::SumLoss | Op::GradientNorm => self.small.clone(),
+            _ => self.alone(op, device),
+        }
+    }
+}
+
+impl FleetWorld<'_> {
+    fn update(&self, tensor: usize, device: usize, at: Tier) -> Work {
+        let held = self.layout.held(tensor, device).iter().filter(|held| held.holder.tier() == at);
+        let elements: usize = held.map(|held| held.slice.count()).sum();
+        match at {
+            Tier::Device => Work::seconds(self.costs.update(device, elements as u64)),
+            Tier::Host => Work {
+                seconds: 0.0,
+                bytes: (shoal_fleet::costs::HOST_UPDATE_BYTES * elements as u64) as f64,
+                resources: vec![self.node(device, Shared::Memory)],
+            },
+            Tier::Disk => {
+                let states = 1 + self.layout.plan.optimizer_states;
+                let resources =
+                    vec![self.node(device, Shared::DiskRead), self.node(device, Shared::DiskWrite)];
+                Work { seconds: 0.0, bytes: (4 * states * elements) as f64, resources }
+            }
+        }
+    }
+}
+
+impl Pace for FleetWorld<'_> {
+    fn forward(&self, layer: usize, device: usize, samples: usize) -> f64 {
+        self.costs.forward(layer, device, samples)
+    }
+
+    fn backward(&self, layer: usize, device: usize, samples: usize) -> f64 {
+        self.costs.backward(layer, device, samples)
+    }
+
+    fn transfer(&self, layer: usize, from: usize, to: usize, samples: usize) -> f64 {
+        let bytes = self.output_bytes(layer, Samples { start: 0, end: samples });
+        self.fleet.link(from, to).seconds(bytes as u64)
+    }
+}

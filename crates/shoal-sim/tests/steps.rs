@@ -1,0 +1,232 @@
+//! Steps on the virtual clock: random tables under any delay, and pipelines whose time can be said by hand.
+
+use shoal_fleet::costs::{KindTable, LayerTable};
+use shoal_fleet::{Costs, Fleet, TimeCurve};
+use shoal_model::{Chain, Precision, presets};
+use shoal_plan::draw::{self, Draw};
+use shoal_plan::memory::forecast_in;
+use shoal_plan::{
+    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Layout, Op, Order, Pass, Plan,
+    Purpose, Residence, Samples, TensorRow, compile, compile_paced,
+};
+use shoal_sim::flows::Resource;
+use shoal_sim::{FleetWorld, Jitter, Settings, Work, World, simulate};
+
+/// Every instruction takes some time that depends on nothing but its kind and the seed.
+struct AnyDelay {
+    seed: u64,
+}
+
+impl AnyDelay {
+    fn delay(&self, op: &Op, device: usize) -> Work {
+        let kind: usize = format!("{op}").bytes().map(usize::from).sum();
+        let mut draw = Draw::new(self.seed ^ (kind * 31 + device) as u64);
+        // Some take a thousand times as long as others, and some nothing.
+        let seconds = draw.of(&[0.0, 1e-3, 1e-2, 0.1, 1.0]);
+        let resources = vec![draw.below(2) as u32, 2 + draw.below(2) as u32];
+        Work { seconds, bytes: if draw.chance(30) { 10.0 } else { 0.0 }, resources }
+    }
+}
+
+impl World for AnyDelay {
+    fn resources(&self) -> &[Resource] {
+        const fn some(bytes_per_second: f64, is_pool: bool) -> Resource {
+            Resource { bytes_per_second, is_pool }
+        }
+        const ALL: [Resource; 4] = [some(1.0, false), some(100.0, true), some(1e3, false), some(1e4, true)];
+        &ALL
+    }
+
+    fn alone(&self, op: &Op, device: usize) -> Work {
+        self.delay(op, device)
+    }
+
+    fn together(&self, op: &Op, _device: usize) -> Work {
+        self.delay(op, 0)
+    }
+}
+
+#[test]
+fn no_delay_stops_a_step_or_takes_more_memory_than_forecast() {
+    for seed in 0..1500 {
+        let mut draw = Draw::new(seed);
+        let (chain, sequence) = draw::model(&mut draw);
+        let step = draw::step(&mut draw, sequence);
+        let plan = draw::table(&chain, step, 5, &mut draw);
+        let layout = Layout::new(&plan, &chain);
+        let programs = compile(&plan, &chain, Purpose::Train).unwrap();
+        let predicted: Vec<u64> =
+            programs.iter().map(|program| forecast_in(program, &layout).values).collect();
+        for delays in 0..3 {
+            let jitter = Some(Jitter { seed: delays, most: 3.0 });
+            let settings = Settings { jitter, memory: true };
+            let world = AnyDelay { seed: seed * 3 + delays };
+            let simulated = simulate(&programs, &layout, &world, settings)
+                .unwrap_or_else(|error| panic!("seed {seed}, delays {delays}: {error}"));
+            for (device, (used, predicted)) in simulated.values_bytes.iter().zip(&predicted).enumerate() {
+                assert!(
+                    used <= predicted,
+                    "seed {seed}, delays {delays}, device {device}: {used} of {predicted}"
+                );
+            }
+            let again = simulate(&programs, &layout, &world, settings).unwrap();
+            assert_eq!(again.spans, simulated.spans);
+        }
+    }
+}
+
+/// A model of equal blocks on stages, one device each: embedding and head go with the first and last block.
+fn pipeline(chain: &Chain, stages: usize, batches: usize, order: Order, recompute: bool) -> Plan {
+    let micro_batches: Vec<Samples> = (0..batches).map(|start| Samples { start, end: start + 1 }).collect();
+    let layers = chain.layers.len();
+    let stage = |layer: usize| (layer.saturating_sub(1) * stages / (layers - 2)).min(stages - 1);
+    let activations = if recompute { Activations::Recompute } else { Activations::Keep };
+    let rows = chain.layers.iter().enumerate().map(|(layer, spec)| LayerRow {
+        layer: spec.name.clone(),
+        compute: vec![Compute { device: stage(layer), micro_batches: micro_batches.clone(), activations }],
+    });
+    let tensors = chain.tensors.iter().enumerate().map(|(tensor, spec)| {
+        let mut devices: Vec<usize> = chain.users(tensor).map(stage).collect();
+        devices.dedup();
+        let slice = Samples { start: 0, end: spec.elements() };
+        let held: Vec<Held> =
+            devices.iter().map(|device| Held { holder: Holder::Device(*device), slice }).collect();
+        let copies =
+            devices.iter().map(|device| ComputeCopy { device: *device, residence: Residence::Resident });
+        TensorRow {
+            tensor: spec.name.clone(),
+            elements: spec.elements(),
+            compute_copies: copies.collect(),
+            gradient: held.clone(),
+            optimizer: held,
+        }
+    });
+    Plan {
+        format: shoal_plan::table::FORMAT,
+        global_batch: batches,
+        sequence: 8,
+        precision: Precision::Fp32,
+        optimizer_states: 2,
+        devices: (0..stages)
+            .map(|device| DeviceRow {
+                name: format!("{device}"),
+                budget_bytes: u64::MAX,
+                workspace_bytes: 0,
+                stash: None,
+            })
+            .collect(),
+        order,
+        layers: rows.collect(),
+        tensors: tensors.collect(),
+    }
+}
+
+fn fleet(devices: usize, network: &str) -> Fleet {
+    let text = format!(
+        "[[node]]\nname = \"n\"\ncount = {devices}\nhost_memory = \"64 GiB\"\ndevices = [{{ kind = \"V100\" }}]\nnetwork = \"{network}\"\nlatency = \"0 us\"\n"
+    );
+    Fleet::parse(&text, "fleet.toml").unwrap()
+}
+
+/// Blocks take a second forward and two backward; embedding and head nothing.
+fn unit_costs(chain: &Chain, fleet: &Fleet) -> Costs {
+    let layers = chain.layers.iter().enumerate().map(|(number, layer)| LayerTable {
+        name: layer.name.clone(),
+        parameters: if number == 0 { 0 } else { 1 },
+        output_bytes: 1000,
+    });
+    let curve = |layer: usize, seconds: f64| {
+        let inner = layer > 0 && layer + 1 < chain.layers.len();
+        TimeCurve::new(vec![1, 2], vec![seconds, 2.0 * seconds]).scaled(if inner { 1.0 } else { 1e-12 })
+    };
+    let table = KindTable {
+        kind: "V100".into(),
+        forward: (0..chain.layers.len()).map(|layer| curve(layer, 1.0)).collect(),
+        backward: (0..chain.layers.len()).map(|layer| curve(layer, 2.0)).collect(),
+        update_seconds_per_parameter: 0.0,
+    };
+    Costs::from_tables(layers.collect(), &[table], fleet).unwrap()
+}
+
+fn untied(layers: usize) -> Chain {
+    Chain::new(&presets::llama(50, 16, layers, 4, 2, 24, 12, 1e4, false))
+}
+
+fn seconds(chain: &Chain, plan: &Plan, network: &str) -> f64 {
+    let fleet = fleet(plan.devices.len(), network);
+    let costs = unit_costs(chain, &fleet);
+    let layout = Layout::new(plan, chain);
+    let world = FleetWorld::new(&fleet, &costs, &layout);
+    let programs = compile_paced(plan, chain, Purpose::Train, &world).unwrap();
+    simulate(&programs, &layout, &world, Settings { jitter: None, memory: true }).unwrap().seconds
+}
+
+#[test]
+fn pipelines_take_what_arithmetic_says() {
+    let chain = untied(4);
+    for (stages, batches) in [(1, 3), (2, 4), (4, 8), (4, 2)] {
+        let blocks = 4.0 / stages as f64;
+        // The first micro-batch fills the pipeline, the last drains it.
+        let expected = 3.0 * blocks * (batches + stages - 1) as f64;
+        for order in [Order::OneForwardOneBackward, Order::Gpipe] {
+            let plan = pipeline(&chain, stages, batches, order, false);
+            let seconds = seconds(&chain, &plan, "1000 Gbit/s");
+            assert!(
+                (seconds / expected - 1.0).abs() < 1e-3,
+                "{order:?} {stages} x {batches}: {seconds}, not {expected}"
+            );
+        }
+    }
+}
+
+/// A device makes a micro-batch again while its gradient is still on its way: what the pipeline waits for in the end is
+/// the backwards alone.
+#[test]
+fn recomputation_hides_in_waits() {
+    let chain = untied(4);
+    for order in [Order::Varuna, Order::OneForwardOneBackward, Order::Gpipe] {
+        let seconds = seconds(&chain, &pipeline(&chain, 4, 16, order, true), "1000 Gbit/s");
+        // Each micro-batch costs a device 1 + 1 + 2; three forwards fill, three backwards drain.
+        let expected = 16.0 * 4.0 + 3.0 * 1.0 + 3.0 * 2.0;
+        assert!((seconds / expected - 1.0).abs() < 1e-3, "{order:?}: {seconds}, not {expected}");
+    }
+}
+
+#[test]
+fn a_slow_link_is_waited_for() {
+    let chain = untied(2);
+    let plan = pipeline(&chain, 2, 1, Order::OneForwardOneBackward, false);
+    let bytes = chain.layers[1].kind.output_bytes(1, 8, Precision::Fp32) as f64;
+    // Out, and back as a gradient, at a thousand bytes a second.
+    let seconds = seconds(&chain, &plan, "8 kbit/s");
+    let expected = 2.0 * 3.0 + 2.0 * bytes / 1000.0;
+    assert!((seconds / expected - 1.0).abs() < 1e-3, "{seconds}, not {expected}");
+}
+
+#[test]
+fn gathered_parameters_are_there_when_their_layer_begins() {
+    for seed in 0..300 {
+        let mut draw = Draw::new(seed);
+        let (chain, sequence) = draw::model(&mut draw);
+        let step = draw::step(&mut draw, sequence);
+        let plan = draw::table(&chain, step, 4, &mut draw);
+        let layout = Layout::new(&plan, &chain);
+        let programs = compile(&plan, &chain, Purpose::Train).unwrap();
+        let simulated = simulate(&programs, &layout, &AnyDelay { seed }, Settings::default()).unwrap();
+        for (program, spans) in programs.iter().zip(&simulated.spans) {
+            for (reader, read) in program.instructions.iter().zip(spans) {
+                let Op::Forward { layer, .. } = reader.op else { continue };
+                for (gather, got) in program.instructions.iter().zip(spans) {
+                    let passes = [Pass::Forward, Pass::Step];
+                    let got_by_it = |pass: &&Pass| {
+                        gather.op == Op::Gather { layer, pass: **pass }
+                            && layout.gather(layer, **pass).unwrap().receives(program.device)
+                    };
+                    if passes.iter().any(|pass| got_by_it(&pass)) {
+                        assert!(got.end <= read.start, "seed {seed}: {reader} before {gather}");
+                    }
+                }
+            }
+        }
+    }
+}
