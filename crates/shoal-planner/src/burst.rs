@@ -40,6 +40,8 @@ use shoal_model::{Chain, LayerKind};
 use shoal_plan::StepShape;
 use thiserror::Error;
 
+use crate::{GPU_PROCESS_BYTES, GPU_WORKSPACE_BYTES};
+
 use place::Ways;
 pub use planner::Planner;
 pub use table::table;
@@ -147,6 +149,12 @@ impl<'a> Problem<'a> {
         Decision { devices: vec![vec![self.order()[0]]; self.inputs.len()] }
     }
 
+    /// Memory of a device that a plan may fill.
+    fn memory_bytes(&self, device: usize) -> u64 {
+        let taken = GPU_PROCESS_BYTES + GPU_WORKSPACE_BYTES;
+        self.fleet.devices[device].memory_bytes.saturating_sub(taken)
+    }
+
     /// The device whose memory a decision overfills most, with what it needs and has.
     fn overfilled(&self, decision: &Decision) -> Option<(usize, u64, u64)> {
         let mut needed = vec![0; self.fleet.devices.len()];
@@ -156,8 +164,8 @@ impl<'a> Problem<'a> {
                 needed[*device] += bytes.state + bytes.kept_a_sample * samples as u64;
             }
         }
-        let over = needed.into_iter().zip(&self.fleet.devices).enumerate();
-        over.map(|(device, (needed, has))| (device, needed, has.memory_bytes))
+        let over = needed.into_iter().enumerate();
+        over.map(|(device, needed)| (device, needed, self.memory_bytes(device)))
             .filter(|(_, needed, has)| needed > has)
             .max_by_key(|(_, needed, has)| needed - has)
     }

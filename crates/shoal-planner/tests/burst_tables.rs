@@ -8,6 +8,7 @@ use shoal_fleet::{Costs, Device, Fleet, Link, Node};
 use shoal_model::convolutional::{Body, ConvolutionalConfig};
 use shoal_model::{Chain, Precision, presets};
 use shoal_plan::{Activations, Holder, Plan, Purpose, StepShape, compile, forecast, verify_all};
+use shoal_planner::GPU_PROCESS_BYTES;
 use shoal_planner::burst::table::{State, table_with};
 use shoal_planner::burst::{BurstError, Decision, Goal, Planner, Problem, table};
 
@@ -145,7 +146,7 @@ fn short_memory_slices_the_state_then_recomputes_then_says_how_much_is_short() {
     let sliced = needed(State::Sliced, Activations::Keep);
     let recomputed = needed(State::Sliced, Activations::Recompute);
     assert!(recomputed < sliced && sliced < whole, "{recomputed} {sliced} {whole}");
-    let made = |memory: u64| table(&chain, step, &fleet(2, memory), &decision);
+    let made = |budget: u64| table(&chain, step, &fleet(2, budget + GPU_PROCESS_BYTES), &decision);
     let is_sliced = |plan: &Plan| {
         let row = &plan.tensors[0].optimizer;
         row.iter()

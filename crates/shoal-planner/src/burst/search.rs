@@ -337,7 +337,7 @@ impl<'a> Pass<'a> {
             let known = bytes_to_come[bytes_to_come.len() - 1];
             bytes_to_come.push(known + least(layer) + inner.fold(f64::INFINITY, f64::min));
         }
-        let bytes_limit = field.problem.fleet.devices[field.order[0]].memory_bytes as f64;
+        let bytes_limit = field.problem.memory_bytes(field.order[0]) as f64;
         let layers = 0..field.problem.inputs.len();
         let most: f64 = layers.map(|layer| field.bytes(layer, 1)).sum();
         let compared = Compared {

@@ -7,12 +7,13 @@ use shoal_plan::layout::Layout;
 use shoal_plan::memory::forecast_in;
 use shoal_plan::table::FORMAT;
 use shoal_plan::{
-    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Order, Plan, Purpose, Residence,
-    Samples, StepShape, TensorRow, compile,
+    Activations, Compute, ComputeCopy, Held, Holder, LayerRow, Order, Plan, Purpose, Residence, Samples,
+    StepShape, TensorRow, compile,
 };
 
 use super::place::share;
 use super::{BurstError, Decision};
+use crate::device_rows;
 
 /// Where the state of a layer lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,19 +93,13 @@ pub fn table_with(
             optimizer: held,
         }
     };
-    let device = |device: &shoal_fleet::Device| DeviceRow {
-        name: device.name.clone(),
-        budget_bytes: device.memory_bytes,
-        workspace_bytes: 0,
-        stash: None,
-    };
     Plan {
         format: FORMAT,
         global_batch,
         sequence,
         precision,
         optimizer_states,
-        devices: fleet.devices.iter().map(device).collect(),
+        devices: device_rows(fleet),
         order: Order::LayerFirst,
         tensors: chain.tensors.iter().enumerate().map(tensor).collect(),
         layers,

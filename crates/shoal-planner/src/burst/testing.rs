@@ -6,7 +6,8 @@ use shoal_fleet::{Costs, Device, Fleet, KindTable, LayerTable, Link, Node, TimeC
 
 use super::{LayerBytes, Problem};
 
-pub const MEMORY_BYTES: u64 = 1 << 30;
+/// One GiB beside what a process takes.
+const MEMORY_BYTES: u64 = (1 << 30) + crate::GPU_PROCESS_BYTES + crate::GPU_WORKSPACE_BYTES;
 
 /// Nodes of equal devices, 100 GB/s within a node and 1 GB/s between.
 pub fn fleet(nodes: usize, devices: usize) -> Fleet {
