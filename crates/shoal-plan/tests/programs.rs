@@ -5,8 +5,9 @@ use proptest::prelude::*;
 use shoal_model::{Chain, ModelConfig, Precision, presets};
 use shoal_plan::one_device::table;
 use shoal_plan::{
-    Activations, DeviceOffer, Instruction, Op, Plan, PlanError, Preferences, Program, ProgramError, Purpose,
-    StepShape, compile, forecast, plan_one_device, verify,
+    Activations, ComputeCopy, DeviceOffer, Held, Holder, Instruction, Op, Plan, PlanError, Preferences,
+    Program, ProgramError, Purpose, Residence, Samples, StepShape, compile, forecast, plan_one_device,
+    verify, verify_all,
 };
 
 fn offer(budget_bytes: u64) -> DeviceOffer {
@@ -175,6 +176,46 @@ fn two_additions_into_one_gradient_keep_their_order() {
     program.instructions = order;
     let error = verify(&program, &plan, &chain, Purpose::Train).unwrap_err();
     assert!(matches!(error, ProgramError::SumOrder { .. }), "{error}");
+}
+
+/// Two devices with half of the samples each, and the state whole or halved.
+fn on_two_devices(halved: bool) -> (Chain, Plan) {
+    let chain = Chain::new(&presets::gpt2(50, 16, 4, 4, 12));
+    let step = StepShape { global_batch: 4, sequence: 8, precision: Precision::Fp32, optimizer_states: 2 };
+    let mut plan = table(&chain, step, &offer(1 << 30), 2, Activations::Keep, true);
+    plan.devices.push(plan.devices[0].clone());
+    for row in &mut plan.layers {
+        let mut second = row.compute[0].clone();
+        second.device = 1;
+        second.micro_batches.remove(0);
+        row.compute[0].micro_batches.truncate(1);
+        row.compute.push(second);
+    }
+    for row in &mut plan.tensors {
+        row.compute_copies.push(ComputeCopy { device: 1, residence: Residence::Resident });
+        let half = if halved { row.elements / 2 } else { row.elements };
+        let second = if halved { half } else { 0 };
+        let held = |device: usize, slice| Held { holder: Holder::Device(device), slice: Samples::new(slice) };
+        row.gradient = vec![held(0, 0..half), held(1, second..row.elements)];
+        row.optimizer.clone_from(&row.gradient);
+    }
+    (chain, plan)
+}
+
+/// Gradients that are added up in place may take as long as the backward does; those that free memory may not.
+#[test]
+fn only_sums_that_free_memory_are_waited_for_before_their_updates() {
+    for halved in [false, true] {
+        let (chain, plan) = on_two_devices(halved);
+        let programs = compile(&plan, &chain, Purpose::Train).unwrap();
+        assert_eq!(verify_all(&programs, &plan, &chain, Purpose::Train), Ok(()));
+        for program in &programs {
+            let is_sum = |id: &u32| matches!(program.instructions[*id as usize].op, Op::Reduce { .. });
+            let backwards = program.instructions.iter().filter(|i| matches!(i.op, Op::Backward { .. }));
+            let waiting = backwards.filter(|instruction| instruction.after.iter().any(is_sum)).count();
+            assert_eq!(waiting > 0, halved, "{waiting}");
+        }
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@
 use super::{Lists, Moving};
 use crate::program::{Moved, Op, Pass, Purpose};
 
-/// Sections after which a reduction must be over: the next one's work hides it.
+/// Sections after which a reduction that frees memory must be over: the next one's work hides it.
 const REDUCTION_SECTIONS: usize = 1;
 
 pub(super) fn order(lists: &mut Lists) {
@@ -133,7 +133,10 @@ impl Layered<'_, '_> {
         self.close(layer, Pass::Backward, &places);
         for device in layout.reduce(layer).iter().flat_map(|group| &group.devices) {
             let place = self.lists.push(*device, Op::Reduce { layer });
-            self.pending[*device].push((place, section + 1 + REDUCTION_SECTIONS));
+            // A sum that stays where it was begun frees nothing when it is complete: only its update waits for it.
+            if layout.owned(layer).iter().any(|tensor| !layout.holds_whole(*tensor, *device)) {
+                self.pending[*device].push((place, section + 1 + REDUCTION_SECTIONS));
+            }
         }
     }
 
