@@ -19,7 +19,9 @@ fn main() -> ExitCode {
     let result = match words[..] {
         ["test"] => test(),
         ["bench", "cpu"] => bench::cpu(),
-        ["bench", "plan"] => cargo(&["run", "--release", "--package", "shoal-planner", "--example", "plan_speed"]),
+        ["bench", "plan"] => {
+            cargo(&["run", "--release", "--package", "shoal-planner", "--example", "plan_speed"])
+        }
         ["gpu-bundle"] => gpu_bundle::build(),
         _ => Err(USAGE.to_owned()),
     };

@@ -10,22 +10,24 @@ use shoal_plan::{Layout, Plan, Purpose, compile_paced};
 use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 use thiserror::Error;
 
-use crate::{mirrors, mixed, sharded, spilled};
+use crate::{burst, mirrors, mixed, sharded, spilled};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Shape {
     Sharded,
+    Burst,
     Mixed,
     Spilled,
 }
 
 impl Shape {
-    pub const ALL: [Shape; 3] = [Shape::Sharded, Shape::Mixed, Shape::Spilled];
+    pub const ALL: [Shape; 4] = [Shape::Sharded, Shape::Burst, Shape::Mixed, Shape::Spilled];
 
     pub fn name(self) -> &'static str {
         match self {
             Shape::Sharded => "sharded",
+            Shape::Burst => "burst",
             Shape::Mixed => "mixed",
             Shape::Spilled => "spilled",
         }
@@ -129,6 +131,14 @@ fn propose(
         Shape::Sharded => sharded::plan(&sharded::Request::new(chain, step, fleet, costs))
             .map(|planned| planned.plan)
             .map_err(|error| error.to_string()),
+        Shape::Burst => {
+            let problem = burst::Problem::new(chain, step, fleet, costs);
+            let planned =
+                burst::Planner::new(&problem).and_then(|planner| planner.plan(burst::Goal::Fastest));
+            planned
+                .and_then(|planned| burst::table(chain, step, fleet, &planned.decision))
+                .map_err(|error| error.to_string())
+        }
         Shape::Mixed => match mixed::plan(chain, step, fleet, costs) {
             Ok(Some(planned)) => Ok(planned.plan),
             Ok(None) => Err("no cut over the nodes fits their devices".into()),

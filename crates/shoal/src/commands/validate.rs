@@ -4,14 +4,14 @@
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
-use shoal_planner::validation::{cephalo, comparison::Group, published, sailor};
+use shoal_planner::validation::{cephalo, comparison::Group, deeppool, published, sailor};
 
 use crate::error::{CliError, Result};
 use crate::show::percent;
 
 #[derive(clap::Args)]
 pub struct Options {
-    /// The folder with cephalo/, sailor/ and published_times.csv, or some of them
+    /// The folder with cephalo/, deeppool/, sailor/ and published_times.csv, or some of them
     data: PathBuf,
     /// Print everything as JSON
     #[arg(long)]
@@ -25,8 +25,9 @@ struct Part {
     report: fn(&std::path::Path) -> Result<(String, Value)>,
 }
 
-const PARTS: [Part; 3] = [
+const PARTS: [Part; 4] = [
     Part { path: "cephalo", report: cephalo_report },
+    Part { path: "deeppool", report: deeppool_report },
     Part { path: "sailor", report: sailor_report },
     Part { path: "published_times.csv", report: published_report },
 ];
@@ -101,6 +102,33 @@ fn cephalo_report(folder: &std::path::Path) -> Result<(String, Value)> {
         report.mixtures.len(),
         slowest
     );
+    Ok((text, json!(report)))
+}
+
+fn deeppool_report(folder: &std::path::Path) -> Result<(String, Value)> {
+    let report = deeppool::report(folder).map_err(|error| {
+        let hint = error.hint();
+        said(error, hint)
+    })?;
+    let mut text = format!(
+        "DeepPool's profiles, {} samples a step: milliseconds a step, and the throughput of foreground and background over\ndata parallelism's, the foreground being no slower than it\n  {:<28} {:>9} {:>9} {:>9} {:>12} {:>8}\n",
+        report.assumptions.global_batch, "", "data par.", "its rule", "ours", "same budget", "in all"
+    );
+    for model in &report.models {
+        for case in &model.cases {
+            let name = format!("{}, {:?} {}", model.model, case.network, case.devices);
+            let ms = |outcome: &deeppool::Outcome| 1e3 * outcome.step_seconds;
+            text += &format!(
+                "  {name:<28} {:>9.2} {:>9.2} {:>9.2} {:>12.2} {:>7.2}x\n",
+                ms(&case.data_parallel),
+                ms(&case.greedy),
+                ms(&case.fastest),
+                ms(&case.at_greedy_device_seconds),
+                case.shared.throughput_over_data_parallel
+            );
+        }
+    }
+    text += "  (same budget: ours at no more device-seconds than its rule takes)\n";
     Ok((text, json!(report)))
 }
 
