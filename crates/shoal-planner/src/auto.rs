@@ -65,6 +65,8 @@ pub struct Found {
 
 #[derive(Debug, Error)]
 pub enum AutoError {
+    #[error("the fleet has no device")]
+    NoDevice,
     #[error("no plan of any shape fits this fleet: {}", reasons(.tried))]
     Nothing { tried: Vec<Tried> },
 }
@@ -93,6 +95,9 @@ pub fn plan(
     costs: &Costs,
     shapes: &[Shape],
 ) -> Result<Found, AutoError> {
+    if fleet.devices.is_empty() {
+        return Err(AutoError::NoDevice);
+    }
     let mut best: Option<Candidate> = None;
     let mut tried = Vec::new();
     for shape in shapes.iter().copied() {

@@ -39,6 +39,7 @@ pub struct Settings {
     /// Between two checkpoints, and how long one holds up training.
     pub checkpoint_every_seconds: f64,
     pub checkpoint_seconds: f64,
+    pub devices_per_machine: usize,
     pub dollars_per_machine_hour: f64,
     /// Of the optimizer's state and the parameters, an element.
     pub state_bytes: u64,
@@ -175,10 +176,14 @@ struct Run<'a> {
 impl Run<'_> {
     /// Passes time in which nothing is trained.
     fn wait(&mut self, seconds: f64, on: fn(&mut Spent) -> &mut f64) {
-        let count = self.machines.len() as f64;
-        *on(&mut self.report.spent) += seconds * count;
+        let devices = self.devices();
+        *on(&mut self.report.spent) += seconds * devices;
         self.pay(seconds);
         self.now += seconds;
+    }
+
+    fn devices(&self) -> f64 {
+        (self.machines.len() * self.settings.devices_per_machine) as f64
     }
 
     fn pay(&mut self, seconds: f64) {
@@ -199,7 +204,7 @@ impl Run<'_> {
         let saving = checkpoint_seconds / (checkpoint_every_seconds + checkpoint_seconds);
         let training = seconds * (1.0 - saving);
         let steps = training / simulated.seconds;
-        let count = self.machines.len() as f64;
+        let count = self.devices();
         let spent = &mut self.report.spent;
         for device in &simulated.devices {
             spent.useful += steps * (device.computing + device.updating);

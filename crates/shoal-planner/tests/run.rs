@@ -52,6 +52,7 @@ fn play(trace: &str, morphing: Morphing) -> Report {
         morphing,
         checkpoint_every_seconds: 100.0,
         checkpoint_seconds: 0.0,
+        devices_per_machine: 1,
         dollars_per_machine_hour: 3.6,
         state_bytes: 12,
     };

@@ -88,3 +88,27 @@ fn what_is_wrong_is_named() {
     folder.write("fleet.toml", FLEET.replace("\"A10G\",", "\"A10G\", memory = \"600 MiB\","));
     plan(&folder, &["--set", "model.preset=gpt2-1.5b"]).fails(&["no plan"], "add devices");
 }
+
+#[test]
+fn a_run_over_a_trace_is_accounted_for() {
+    let folder = folder();
+    folder.write("trace.csv", "0,3\n600,2\n1200,4\n1800,1\n2400,0\n");
+    let reports = json(simulate(&folder, &["--json", "--trace", "trace.csv"]));
+    let steps = |way: &str| reports[way]["steps"].as_f64().unwrap();
+    assert!(steps("state moves") > steps("started again") && steps("started again") > 0.0, "{reports}");
+    let spent = reports["state moves"]["spent"].as_object().unwrap();
+    let seconds: f64 = spent.values().map(|part| part.as_f64().unwrap()).sum();
+    // Three devices a machine.
+    let machine_seconds = 600.0 * (3 + 2 + 4 + 1) as f64;
+    assert!((seconds / (3.0 * machine_seconds) - 1.0).abs() < 0.01, "{spent:?}");
+    folder.write("trace.csv", "0,3\nsoon,2\n");
+    simulate(&folder, &["--trace", "trace.csv"]).fails(&["trace.csv", "2"], "");
+}
+
+#[test]
+fn a_folder_without_published_data_is_refused() {
+    let folder = folder();
+    folder.shoal(&["validate", "."]).fails(&["none of", "cephalo", "published_times.csv"], "folder");
+    folder.write("cephalo/nothing.json", "{}");
+    folder.shoal(&["validate", "."]).fails(&["cephalo"], "");
+}

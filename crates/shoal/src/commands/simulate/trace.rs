@@ -41,6 +41,7 @@ pub fn run(
         morphing,
         checkpoint_every_seconds: CHECKPOINT_EVERY_SECONDS,
         checkpoint_seconds: 0.0,
+        devices_per_machine: devices.len(),
         dollars_per_machine_hour: devices.iter().map(|device| device.dollars_per_hour).sum(),
         state_bytes: 4 * (1 + job.optimizer.state_names().len() as u64),
     };
