@@ -199,18 +199,7 @@ impl Executor {
             Op::Predict { layer, samples } => self.predict(step, layer, samples),
             Op::SumLoss => Ok(()),
             Op::GradientNorm => self.gradient_norm(),
-            Op::Update { at: Tier::Device, .. } => unreachable!("updates are taken together"),
-            Op::Gather { .. }
-            | Op::Release { .. }
-            | Op::Send { .. }
-            | Op::Receive { .. }
-            | Op::Exchange { .. }
-            | Op::Offload { .. }
-            | Op::Restore { .. }
-            | Op::Reduce { .. }
-            | Op::Update { at: Tier::Host | Tier::Disk, .. } => {
-                Err(EngineError::Movement { instruction: instruction.to_string() })
-            }
+            _ => Err(EngineError::Movement { instruction: instruction.to_string() }),
         }
     }
 

@@ -4,6 +4,7 @@
 //!
 //! - [`table`]: the plan, a row per layer and a row per tensor.
 //! - [`program`]: instructions, lanes, JSON.
+//! - [`events`]: what is foreseen on a virtual clock.
 //! - [`layout`]: what moves, derived from the table.
 //! - [`schedule`]: the order of a whole step over all devices.
 //! - [`compile`]: from table to programs.
@@ -20,6 +21,7 @@ pub mod difference;
 pub mod dispatch;
 pub mod draw;
 pub mod effects;
+pub mod events;
 pub mod layout;
 pub mod meetings;
 pub mod memory;

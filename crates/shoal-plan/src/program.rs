@@ -170,6 +170,24 @@ pub enum Op {
     },
 }
 
+impl Op {
+    /// Whether it moves something between devices, or between their memory and others.
+    pub fn moves(&self) -> bool {
+        match self {
+            Op::Gather { .. }
+            | Op::Release { .. }
+            | Op::Send { .. }
+            | Op::Receive { .. }
+            | Op::Exchange { .. }
+            | Op::Offload { .. }
+            | Op::Restore { .. }
+            | Op::Reduce { .. } => true,
+            Op::Update { at, .. } => !at.is_device(),
+            _ => false,
+        }
+    }
+}
+
 impl fmt::Display for Op {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {

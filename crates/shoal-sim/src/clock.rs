@@ -1,9 +1,9 @@
 //! The virtual clock.
 
-use std::cmp::Ordering;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::HashMap;
 
 use serde::Serialize;
+use shoal_plan::events::Events;
 use shoal_plan::memory::Meter;
 use shoal_plan::{Lane, Layout, Meetings, Op, Program, ProgramError};
 
@@ -115,33 +115,6 @@ enum Event {
 enum What {
     Instruction(usize, usize),
     Meeting(usize),
-}
-
-/// The earliest first; of those at the same time the one that was foreseen first.
-struct Timed {
-    at: f64,
-    number: u64,
-    event: Event,
-}
-
-impl PartialEq for Timed {
-    fn eq(&self, other: &Timed) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl Eq for Timed {}
-
-impl PartialOrd for Timed {
-    fn partial_cmp(&self, other: &Timed) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Timed {
-    fn cmp(&self, other: &Timed) -> Ordering {
-        other.at.total_cmp(&self.at).then(other.number.cmp(&self.number))
-    }
 }
 
 fn computes_layer(op: &Op) -> bool {
@@ -326,8 +299,7 @@ pub(crate) struct Clock<'a> {
     flows: Flows,
     /// What each transfer belongs to.
     carried: Vec<What>,
-    events: BinaryHeap<Timed>,
-    number: u64,
+    events: Events<Event>,
     pub(crate) now: f64,
 }
 
@@ -347,8 +319,7 @@ impl<'a> Clock<'a> {
             settings,
             flows: Flows::new(resources.to_vec()),
             carried: Vec::new(),
-            events: BinaryHeap::new(),
-            number: 0,
+            events: Events::default(),
             now: 0.0,
         }
     }
@@ -369,7 +340,7 @@ impl<'a> Clock<'a> {
 
     /// Until nothing is under way.
     pub(crate) fn run(&mut self, told: &mut Told<'_, 'a>) {
-        while let Some(Timed { at, event, .. }) = self.events.pop() {
+        while let Some((at, event)) = self.events.pop() {
             match event {
                 Event::Finished { what } => {
                     self.now = at;
@@ -391,14 +362,9 @@ impl<'a> Clock<'a> {
         }
     }
 
-    fn foresee(&mut self, at: f64, event: Event) {
-        self.number += 1;
-        self.events.push(Timed { at, number: self.number, event });
-    }
-
     fn foresee_ends(&mut self, ends: Vec<End>) {
         for end in ends {
-            self.foresee(end.at, Event::Flow(end));
+            self.events.push(end.at, Event::Flow(end));
         }
     }
 
@@ -450,9 +416,9 @@ impl<'a> Clock<'a> {
         let work = self.work(what);
         let seconds = work.seconds * self.slowness(what);
         match work.bytes > 0.0 {
-            true if seconds > 0.0 => self.foresee(self.now + seconds, Event::Moves { what }),
+            true if seconds > 0.0 => self.events.push(self.now + seconds, Event::Moves { what }),
             true => self.move_bytes(what),
-            false => self.foresee(self.now + seconds, Event::Finished { what }),
+            false => self.events.push(self.now + seconds, Event::Finished { what }),
         }
     }
 

@@ -108,27 +108,16 @@ impl Executor {
 
 /// Whether an instruction does nothing but compute on what is on the device already.
 pub(super) fn only_computes(op: &Op) -> bool {
-    match op {
+    matches!(
+        op,
         Op::Begin { .. }
-        | Op::Forward { .. }
-        | Op::Recompute { .. }
-        | Op::BeginBackward { .. }
-        | Op::Backward { .. }
-        | Op::SumLoss
-        | Op::GradientNorm => true,
-        Op::Load { .. }
-        | Op::CountTargets
-        | Op::Gather { .. }
-        | Op::Release { .. }
-        | Op::Send { .. }
-        | Op::Receive { .. }
-        | Op::Exchange { .. }
-        | Op::Offload { .. }
-        | Op::Restore { .. }
-        | Op::Reduce { .. }
-        | Op::Predict { .. }
-        | Op::Update { .. } => false,
-    }
+            | Op::Forward { .. }
+            | Op::Recompute { .. }
+            | Op::BeginBackward { .. }
+            | Op::Backward { .. }
+            | Op::SumLoss
+            | Op::GradientNorm
+    )
 }
 
 /// The key of a pass over these instructions, after one with another key. One over the first instruction alone is not

@@ -2,11 +2,11 @@
 //! of work a micro-batch; which unit is next is decided by the plan's rule while the step is played through once, by
 //! what units and transfers cost. The order of events there is the order of the lists.
 
-use std::cmp::Ordering;
-use std::collections::{BTreeSet, BinaryHeap, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 
 use super::{Lists, Moving, Order, Pace, is_remade};
+use crate::events::Events;
 use crate::layout::{Layout, Share};
 use crate::program::{Moved, Op, Pass, Purpose};
 use crate::table::Samples;
@@ -72,33 +72,6 @@ enum Event {
     Arrived { edge: usize, moved: Moved, sent: Option<usize> },
 }
 
-/// The earliest first; of those at the same time the one that was foreseen first.
-struct Timed {
-    at: f64,
-    number: u64,
-    event: Event,
-}
-
-impl PartialEq for Timed {
-    fn eq(&self, other: &Timed) -> bool {
-        self.cmp(other) == Ordering::Equal
-    }
-}
-
-impl Eq for Timed {}
-
-impl PartialOrd for Timed {
-    fn partial_cmp(&self, other: &Timed) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Timed {
-    fn cmp(&self, other: &Timed) -> Ordering {
-        other.at.total_cmp(&self.at).then(other.number.cmp(&self.number))
-    }
-}
-
 #[derive(Default)]
 struct Worker {
     is_busy: bool,
@@ -129,8 +102,7 @@ struct Pipeline<'a, 'b> {
     outgoing: Vec<Vec<usize>>,
     incoming: Vec<Vec<usize>>,
     workers: Vec<Worker>,
-    events: BinaryHeap<Timed>,
-    number: u64,
+    events: Events<Event>,
     now: f64,
     /// Backwards that still add to what a layer owns, by device.
     contributions: HashMap<(usize, usize), usize>,
@@ -159,8 +131,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
         }
         let mut pipeline = Pipeline {
             workers: (0..layout.plan.devices.len()).map(|_| Worker::default()).collect(),
-            events: BinaryHeap::new(),
-            number: 0,
+            events: Events::default(),
             now: 0.0,
             contributions: HashMap::new(),
             told: vec![false; layout.chain.layers.len()],
@@ -235,7 +206,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             self.start(device);
         }
         loop {
-            let Some(Timed { at, event, .. }) = self.events.pop() else {
+            let Some((at, event)) = self.events.pop() else {
                 match self.blocked() {
                     // A cap on what is stashed must not stop the step: tables may be cut so that it would.
                     Some(unit) => self.begin(unit, Work::Forward),
@@ -255,11 +226,6 @@ impl<'a, 'b> Pipeline<'a, 'b> {
     fn blocked(&self) -> Option<usize> {
         let ready = self.workers.iter().filter(|worker| !worker.is_busy);
         ready.filter_map(|worker| worker.forwards.first()).min().map(|(_, _, unit)| *unit)
-    }
-
-    fn foresee(&mut self, at: f64, event: Event) {
-        self.number += 1;
-        self.events.push(Timed { at, number: self.number, event });
     }
 
     /// The next unit of a device that has nothing to do.
@@ -347,7 +313,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             }
         };
         self.wait_for_sends(device, place);
-        self.foresee(self.now + takes, Event::Done { unit: number, work });
+        self.events.push(self.now + takes, Event::Done { unit: number, work });
     }
 
     /// The unit's share of one of its layers: the activations' fate may differ from layer to layer.
@@ -492,7 +458,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             self.workers[source].under_way += 1;
         }
         let way = self.way(giver, taker, piece);
-        self.foresee(self.now + way, Event::Arrived { edge, moved, sent });
+        self.events.push(self.now + way, Event::Arrived { edge, moved, sent });
     }
 
     /// Which of a device's sends a piece is.
