@@ -4,6 +4,7 @@
 //! - [`table`]: from a pipeline to its table.
 //! - [`plan`]: the search for the best one. It divides the devices among replicas (`divide`), cuts the chain for each
 //!   by what stages take (`stages`, `cuts`), gives each its samples (`shares`), and has the best tried out (`trial`).
+//! - [`varuna`]: the pipelines of a published system beside ours.
 
 mod candidate;
 mod cuts;
@@ -16,6 +17,7 @@ mod search;
 mod shares;
 mod stages;
 mod trial;
+pub mod varuna;
 
 use std::ops::Range;
 
