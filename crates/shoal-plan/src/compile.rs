@@ -1,8 +1,7 @@
 //! From table to programs, one a device. The schedule decides the order of each list; dependencies are derived from
 //! the instructions' effects alone, so there is one place that knows what must precede what.
 
-use std::collections::{HashMap, HashSet};
-
+use foldhash::{HashMap, HashSet};
 use shoal_model::Chain;
 use thiserror::Error;
 
@@ -69,7 +68,7 @@ fn refuse_split_groups(layout: &Layout) -> Result<(), CompileError> {
 /// Whether some group that a layer's batch norm takes together is in several micro-batches.
 pub(crate) fn splits_groups(chain: &Chain, layer: usize, batches: &[Samples]) -> bool {
     let groups = |samples: &Samples| chain.batch_norm(layer).map(|norm| norm.groups(samples.range()));
-    let mut seen = HashSet::new();
+    let mut seen = HashSet::default();
     batches.iter().filter_map(groups).flatten().any(|(group, _)| !seen.insert(group))
 }
 
@@ -119,6 +118,7 @@ struct Linker {
     maker: HashMap<Value, u32>,
     fact_maker: HashMap<Fact, u32>,
     last_addition: HashMap<Sum, u32>,
+    /// Who reads a layer's parameters, in order, but for those that one of the others comes after.
     readers: HashMap<usize, Vec<u32>>,
     gathered_readers: HashMap<(usize, Pass), Vec<u32>>,
     sent: HashMap<(usize, usize, Samples), u32>,
@@ -150,9 +150,8 @@ impl Linker {
         for sum in effects.needs_complete.iter().chain(&effects.adds_to) {
             after.extend(self.last_addition.get(sum));
         }
-        for tensor in &effects.replaces {
-            after.extend(self.readers.get(tensor).into_iter().flatten());
-        }
+        let replaced = effects.replaces.iter().flat_map(|tensor| layout.users(*tensor));
+        after.extend(replaced.filter_map(|layer| self.readers.get(layer)).flatten());
         match *op {
             Op::Release { layer, pass } => {
                 after.extend(self.gathered_readers.remove(&(layer, pass)).into_iter().flatten());
@@ -170,8 +169,14 @@ impl Linker {
         self.maker.extend(effects.makes.iter().map(|value| (*value, id)));
         self.fact_maker.extend(effects.establishes.map(|fact| (fact, id)));
         self.last_addition.extend(effects.adds_to.iter().map(|sum| (*sum, id)));
-        for tensor in effects.reads_tensors {
-            self.readers.entry(tensor).or_default().push(id);
+        if let Some(layer) = op.layer().filter(|_| !effects.reads_tensors.is_empty()) {
+            let readers = self.readers.entry(layer).or_default();
+            for earlier in after.iter() {
+                if let Ok(place) = readers.binary_search(earlier) {
+                    readers.remove(place);
+                }
+            }
+            readers.push(id);
         }
         if let Some(read) = effects.reads_gathered {
             self.gathered_readers.entry(read).or_default().push(id);

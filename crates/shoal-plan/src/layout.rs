@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use shoal_model::Chain;
 
 use crate::program::{Lane, Pass};
-use crate::table::{Activations, Held, Holder, Order, Plan, Residence, Samples, TensorRow, Tier};
+use crate::table::{Activations, Held, Holder, Order, Plan, Residence, Samples, Tier};
 
 /// A micro-batch of a layer and who computes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +62,8 @@ impl Group {
 struct LayerLayout {
     /// By sample number.
     shares: Vec<Share>,
+    /// The place of each sample's share among them: it is asked for many times an instruction.
+    share_of: Vec<u32>,
     readers: Vec<usize>,
     /// All it uses, each once.
     tensors: Vec<usize>,
@@ -86,10 +88,16 @@ struct TensorLayout {
     whole: Vec<usize>,
     /// Devices whose own memory has all of the gradient's.
     whole_gradient: Vec<usize>,
+    /// Layers that use it.
+    users: Vec<usize>,
+    /// Elements of its gradient sum, and of the copy that layers compute with, if that is another tensor.
+    gradient_elements: usize,
+    copy_elements: Option<usize>,
 }
 
 impl TensorLayout {
-    fn new(row: &TensorRow) -> TensorLayout {
+    fn new(plan: &Plan, chain: &Chain, tensor: usize) -> TensorLayout {
+        let row = &plan.tensors[tensor];
         let mut copies: Vec<_> =
             row.compute_copies.iter().map(|copy| (copy.device, copy.residence)).collect();
         copies.sort_unstable_by_key(|(device, _)| *device);
@@ -100,6 +108,9 @@ impl TensorLayout {
             optimizer,
             whole: whole(&row.optimizer, row.elements),
             whole_gradient: whole(&row.gradient, row.elements),
+            users: chain.users(tensor).collect(),
+            gradient_elements: chain.gradient_elements(tensor, plan.precision),
+            copy_elements: chain.copy_elements(tensor, plan.precision),
         }
     }
 
@@ -127,8 +138,13 @@ impl<'a> Layout<'a> {
     /// Of a table that [`Plan::check`] has passed.
     pub fn new(plan: &'a Plan, chain: &'a Chain) -> Layout<'a> {
         let mut layers: Vec<LayerLayout> = (0..chain.layers.len())
-            .map(|layer| LayerLayout {
-                shares: shares(plan, layer),
+            .map(|layer| (layer, shares(plan, layer)))
+            .map(|(layer, shares)| LayerLayout {
+                share_of: (0..)
+                    .zip(&shares)
+                    .flat_map(|(place, share)| share.samples.range().map(move |_| place))
+                    .collect(),
+                shares,
                 readers: chain.readers(layer).collect(),
                 tensors: tensors(chain, layer),
                 ..LayerLayout::default()
@@ -139,7 +155,7 @@ impl<'a> Layout<'a> {
                 layers[first].owned.push(tensor);
             }
         }
-        let tensors = plan.tensors.iter().map(TensorLayout::new).collect();
+        let tensors = (0..plan.tensors.len()).map(|tensor| TensorLayout::new(plan, chain, tensor)).collect();
         let mut layout = Layout { plan, chain, layers, tensors, members: Vec::new() };
         for layer in 0..layout.layers.len() {
             let (fetch, renew, reduce) = (layout.fetch(layer), layout.renew(layer), layout.reduction(layer));
@@ -157,10 +173,13 @@ impl<'a> Layout<'a> {
 
     /// The micro-batches of a layer that have some of these samples.
     pub fn shares_of(&self, layer: usize, samples: Samples) -> &[Share] {
-        let shares = &self.layers[layer].shares;
-        let first = shares.partition_point(|share| share.samples.end <= samples.start);
-        let end = shares.partition_point(|share| share.samples.start < samples.end);
-        &shares[first..end]
+        let LayerLayout { shares, share_of, .. } = &self.layers[layer];
+        let place = |sample: usize| share_of.get(sample).map_or(shares.len(), |place| *place as usize);
+        let first = place(samples.start);
+        match samples.count() {
+            0 => &[],
+            _ => &shares[first..(place(samples.end - 1) + 1).clamp(first, shares.len())],
+        }
     }
 
     /// The pieces in which these samples pass to or from a layer, and that layer's device for each.
@@ -258,6 +277,21 @@ impl<'a> Layout<'a> {
         let first = held.partition_point(|held| held.holder.device() < device);
         let end = held.partition_point(|held| held.holder.device() <= device);
         &held[first..end]
+    }
+
+    /// Layers that use a tensor, in chain order.
+    pub fn users(&self, tensor: usize) -> &[usize] {
+        &self.tensors[tensor].users
+    }
+
+    /// Elements of a tensor's gradient sum.
+    pub fn gradient_elements(&self, tensor: usize) -> usize {
+        self.tensors[tensor].gradient_elements
+    }
+
+    /// Elements of the copy that layers compute with; none where they compute with the parameter itself.
+    pub fn copy_elements(&self, tensor: usize) -> Option<usize> {
+        self.tensors[tensor].copy_elements
     }
 
     /// Whether all of a tensor's state lies in the device's own memory.

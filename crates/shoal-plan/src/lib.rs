@@ -37,7 +37,7 @@ pub use meetings::{Meeting, Meetings};
 pub use memory::{MemoryForecast, forecast};
 pub use one_device::{DeviceOffer, PlanError, Planned, Preferences, StepShape, plan_one_device};
 pub use program::{Instruction, Keep, Lane, Moved, Op, Pass, Program, Purpose};
-pub use schedule::{ByArithmetic, Pace};
+pub use schedule::{ByArithmetic, Pace, is_remade};
 pub use table::{
     Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Order, Plan, Residence, Samples,
     Slice, TensorRow, Tier,

@@ -1,7 +1,7 @@
 //! Which instructions of different devices act together: a send and its receive, all members of a gathering, a
 //! reduction or a small sum. The verifier asks whether all of them come about, the simulator when.
 
-use std::collections::HashMap;
+use foldhash::HashMap;
 
 use crate::layout::Layout;
 use crate::program::{Lane, Op, Program};
@@ -37,7 +37,7 @@ fn subject(op: &Op, device: usize) -> Op {
 impl Meetings {
     /// Finds who meets whom; a meeting that lacks a member is refused.
     pub fn new(programs: &[Program], layout: &Layout) -> Result<Meetings, ProgramError> {
-        let mut by_subject: HashMap<Op, u32> = HashMap::new();
+        let mut by_subject: HashMap<Op, u32> = HashMap::default();
         let mut meetings = Meetings { all: Vec::new(), of: Vec::with_capacity(programs.len()) };
         for (number, program) in programs.iter().enumerate() {
             let mut of = vec![None; program.instructions.len()];

@@ -6,8 +6,7 @@
 //! has finished: one that comes after it, or the next on its lane. An instruction that may start ahead counts from
 //! there on. So the number holds for every course that a program's order allows.
 
-use std::collections::{HashMap, HashSet};
-
+use foldhash::{HashMap, HashSet};
 use shoal_model::footprint::{Footprint, Phase, Phases, allocation_bytes, compute_bytes, prediction_peak};
 use shoal_model::{Chain, LayerKind, Precision};
 
@@ -103,8 +102,7 @@ impl MemoryForecast {
             }
         }
         if layout.holds_whole(tensor, device) && training {
-            let elements = layout.chain.gradient_elements(tensor, layout.plan.precision);
-            self.gradients += allocation_bytes(elements);
+            self.gradients += allocation_bytes(layout.gradient_elements(tensor));
         }
         let stays = match layout.residence(tensor, device) {
             Some(Residence::Resident) => true,
@@ -120,7 +118,7 @@ impl MemoryForecast {
 /// Bytes of what layers compute with, beside the parameters that the device holds itself.
 fn copy_bytes(layout: &Layout, device: usize, tensor: usize) -> u64 {
     let precision = layout.plan.precision;
-    match layout.chain.copy_elements(tensor, precision) {
+    match layout.copy_elements(tensor) {
         Some(elements) => compute_bytes(elements, precision),
         None if layout.holds_whole(tensor, device) => 0,
         None => allocation_bytes(layout.chain.tensors[tensor].elements()),
@@ -161,24 +159,43 @@ fn highest(instructions: &[Instruction], phases: &[Phase]) -> (u64, usize) {
 struct Course<'a> {
     instructions: &'a [Instruction],
     phases: &'a [Phase],
+    /// Where each number stands, unless each stands at its own place.
     place_of: HashMap<u32, usize>,
     is_over: Vec<bool>,
     /// Places on each lane that works one after the other, and how many of them are over.
-    lanes: HashMap<Lane, (Vec<usize>, usize)>,
+    lanes: [(Vec<usize>, usize); SERIAL_LANES],
     live: i64,
+}
+
+/// Lanes on which one instruction follows the other; the network is not among them.
+const SERIAL_LANES: usize = 5;
+
+fn serial(lane: Lane) -> Option<usize> {
+    match lane {
+        Lane::Compute => Some(0),
+        Lane::CopyIn => Some(1),
+        Lane::CopyOut => Some(2),
+        Lane::Host => Some(3),
+        Lane::Disk => Some(4),
+        Lane::Network => None,
+    }
 }
 
 impl<'a> Course<'a> {
     fn new(instructions: &'a [Instruction], phases: &'a [Phase]) -> Course<'a> {
-        let mut lanes: HashMap<Lane, (Vec<usize>, usize)> = HashMap::new();
+        let mut lanes: [(Vec<usize>, usize); SERIAL_LANES] = Default::default();
         for (place, instruction) in instructions.iter().enumerate() {
-            if instruction.lane != Lane::Network && instruction.ahead == 0 {
-                lanes.entry(instruction.lane).or_default().0.push(place);
+            if let Some(lane) = serial(instruction.lane).filter(|_| instruction.ahead == 0) {
+                lanes[lane].0.push(place);
             }
         }
-        let places = instructions.iter().enumerate();
+        let places = || instructions.iter().enumerate();
+        let reordered = places().any(|(place, instruction)| instruction.id as usize != place);
         Course {
-            place_of: places.map(|(place, instruction)| (instruction.id, place)).collect(),
+            place_of: match reordered {
+                true => places().map(|(place, instruction)| (instruction.id, place)).collect(),
+                false => HashMap::default(),
+            },
             is_over: vec![false; instructions.len()],
             instructions,
             phases,
@@ -187,11 +204,18 @@ impl<'a> Course<'a> {
         }
     }
 
+    fn place(&self, id: u32) -> Option<usize> {
+        match self.place_of.is_empty() {
+            true => Some(id as usize),
+            false => self.place_of.get(&id).copied(),
+        }
+    }
+
     /// The instruction at this place has started: what it came after has finished, and what its lane did before.
     fn learn(&mut self, place: usize) {
         let instruction = &self.instructions[place];
         for id in &instruction.after {
-            if let Some(earlier) = self.place_of.get(id).copied().filter(|earlier| *earlier < place) {
+            if let Some(earlier) = self.place(*id).filter(|earlier| *earlier < place) {
                 self.lane_up_to(earlier);
                 self.over(earlier);
             }
@@ -203,15 +227,12 @@ impl<'a> Course<'a> {
 
     /// All that stands before a place on its lane is over.
     fn lane_up_to(&mut self, place: usize) {
-        if self.instructions[place].ahead > 0 {
-            return;
+        let Instruction { lane, ahead, .. } = self.instructions[place];
+        let Some(lane) = serial(lane).filter(|_| ahead == 0) else { return };
+        while let Some(next) = self.lanes[lane].0.get(self.lanes[lane].1).filter(|next| **next < place) {
+            self.over(*next);
+            self.lanes[lane].1 += 1;
         }
-        let Some((places, mut next)) = self.lanes.remove(&self.instructions[place].lane) else { return };
-        while next < places.len() && places[next] < place {
-            self.over(places[next]);
-            next += 1;
-        }
-        self.lanes.insert(self.instructions[place].lane, (places, next));
     }
 
     fn over(&mut self, place: usize) {
@@ -254,13 +275,13 @@ impl<'a> Meter<'a> {
             chain: layout.chain,
             sequence: layout.plan.sequence,
             precision: layout.plan.precision,
-            readers: HashMap::new(),
-            length_readers: HashMap::new(),
-            own: HashSet::new(),
-            partial: HashSet::new(),
+            readers: HashMap::default(),
+            length_readers: HashMap::default(),
+            own: HashSet::default(),
+            partial: HashSet::default(),
             host: 0,
             host_most: 0,
-            groups: HashSet::new(),
+            groups: HashSet::default(),
         }
     }
 
@@ -370,7 +391,7 @@ impl<'a> Meter<'a> {
         let mut bytes = 0;
         for tensor in layout.tensors(layer) {
             if !layout.holds_whole(*tensor, self.device) && self.partial.insert(*tensor) {
-                bytes += allocation_bytes(self.chain.gradient_elements(*tensor, self.precision));
+                bytes += allocation_bytes(layout.gradient_elements(*tensor));
             }
         }
         bytes
@@ -381,7 +402,7 @@ impl<'a> Meter<'a> {
         let mut bytes = 0;
         for tensor in layout.owned(layer) {
             if self.partial.remove(tensor) {
-                bytes += allocation_bytes(self.chain.gradient_elements(*tensor, self.precision));
+                bytes += allocation_bytes(layout.gradient_elements(*tensor));
             }
         }
         bytes

@@ -186,6 +186,27 @@ impl Op {
             _ => false,
         }
     }
+
+    /// The layer whose parameters or values it is about.
+    pub fn layer(&self) -> Option<usize> {
+        match *self {
+            Op::Gather { layer, .. }
+            | Op::Release { layer, .. }
+            | Op::Send { layer, .. }
+            | Op::Receive { layer, .. }
+            | Op::Begin { layer, .. }
+            | Op::Exchange { layer, .. }
+            | Op::Forward { layer, .. }
+            | Op::Offload { layer, .. }
+            | Op::Restore { layer, .. }
+            | Op::Recompute { layer, .. }
+            | Op::BeginBackward { layer, .. }
+            | Op::Backward { layer, .. }
+            | Op::Reduce { layer }
+            | Op::Predict { layer, .. } => Some(layer),
+            Op::Load { .. } | Op::CountTargets | Op::SumLoss | Op::GradientNorm | Op::Update { .. } => None,
+        }
+    }
 }
 
 impl fmt::Display for Op {

@@ -117,7 +117,7 @@ impl Lists<'_> {
 
     fn keep(&self, layer: usize, share: Share) -> Keep {
         match self.purpose {
-            Purpose::Train if is_remade(self.layout.chain, layer, share) => Keep::Input,
+            Purpose::Train if is_remade(self.layout.chain, layer, share.activations) => Keep::Input,
             Purpose::Train => Keep::All,
             Purpose::Evaluate | Purpose::Predict => Keep::Nothing,
         }
@@ -237,8 +237,8 @@ struct Moving {
 }
 
 /// Whether a layer's forward keeps its input alone, to be made again from.
-fn is_remade(chain: &Chain, layer: usize, share: Share) -> bool {
-    share.activations != Activations::Keep
+pub fn is_remade(chain: &Chain, layer: usize, activations: Activations) -> bool {
+    activations != Activations::Keep
         && match &chain.layers[layer].kind {
             // A first layer keeps its tokens or images either way.
             LayerKind::Embedding(_) | LayerKind::Patches(_) => false,

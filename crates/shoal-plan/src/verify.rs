@@ -1,8 +1,7 @@
 //! Whether a program's order is one its dependencies allow, and whether it does a whole step of the plan.
 //! The engine runs nothing that has not passed here.
 
-use std::collections::{HashMap, HashSet};
-
+use foldhash::{HashMap, HashSet};
 use shoal_model::Chain;
 use thiserror::Error;
 
@@ -187,8 +186,8 @@ fn is_planned(op: &Op, layout: &Layout, device: usize) -> bool {
 impl<'a> Walk<'a> {
     fn new(program: &'a Program, layout: &'a Layout) -> Result<Walk<'a>, ProgramError> {
         let device = program.device;
-        let mut by_id = HashMap::new();
-        let mut sums: HashMap<Sum, Turns> = HashMap::new();
+        let mut by_id = HashMap::default();
+        let mut sums: HashMap<Sum, Turns> = HashMap::default();
         for instruction in &program.instructions {
             if by_id.insert(instruction.id, instruction).is_some() {
                 return Err(ProgramError::DuplicateId { id: instruction.id });
@@ -210,13 +209,13 @@ impl<'a> Walk<'a> {
             device,
             by_id,
             purpose: program.purpose,
-            done: HashSet::new(),
-            live: HashSet::new(),
-            ever_made: HashSet::new(),
-            facts: HashSet::new(),
-            replaced: HashSet::new(),
+            done: HashSet::default(),
+            live: HashSet::default(),
+            ever_made: HashSet::default(),
+            facts: HashSet::default(),
+            replaced: HashSet::default(),
             sums,
-            passed: HashMap::new(),
+            passed: HashMap::default(),
         })
     }
 

@@ -7,7 +7,7 @@ use shoal_model::{Chain, Precision, presets};
 use shoal_plan::memory::forecast_in;
 use shoal_plan::one_device::StepShape;
 use shoal_plan::{Activations, DeviceRow, Layout, Order, Purpose, compile_paced, verify_all};
-use shoal_planner::pipeline::{Pipeline, Replica, Stage, table};
+use shoal_planner::pipeline::{Pipeline, PipelineWanted, Replica, Stage, State, plan, table};
 use shoal_sim::{FleetWorld, Settings, simulate};
 
 const MICRO_BATCHES: usize = 64;
@@ -19,6 +19,57 @@ fn main() {
     for replicas in [1, 4, 16, 32] {
         pipeline_step(replicas);
     }
+    println!("the search for a pipeline, 2.5 B parameters:");
+    println!("devices  kinds  samples   seconds  step simulated  replicas");
+    for (devices, samples) in [(16, 128), (64, 512), (256, 2048), (1024, 8192)] {
+        search(devices, samples, "[[node]]\nname = \"v\"\ncount = 1\ndevices = [{ kind = \"V100\" }]\n");
+        search(devices, samples, MIXED);
+    }
+}
+
+/// Sixteen devices of three kinds.
+const MIXED: &str = r#"
+[[node]]
+name = "a"
+count = 1
+devices = [{ kind = "A100", count = 4 }]
+device_link = "300 GB/s"
+[[node]]
+name = "v"
+count = 1
+devices = [{ kind = "V100", count = 4 }]
+[[node]]
+name = "t"
+count = 2
+devices = [{ kind = "T4", count = 4 }]
+"#;
+
+/// Plans for as many copies of some nodes as make up so many devices.
+fn search(devices: usize, samples: usize, nodes: &str) {
+    let one = fleet(nodes, 1);
+    let fleet = fleet(nodes, devices / one.devices.len());
+    let chain = Chain::new(&presets::gpt2(50257, 1920, 54, 20, 1024));
+    let step =
+        StepShape { global_batch: samples, sequence: 1024, precision: Precision::Fp16, optimizer_states: 2 };
+    let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).expect("the kinds are known");
+    let wanted = PipelineWanted::default();
+    let (planned, seconds) =
+        timed(|| plan(&chain, step, &fleet, &costs, &wanted).expect("there is room for it"));
+    println!(
+        "{devices:>7} {:>6} {samples:>8} {seconds:>9.2} {:>13.2} s {:>9}",
+        fleet.kinds().len(),
+        planned.seconds,
+        planned.pipeline.replicas.len()
+    );
+}
+
+fn fleet(nodes: &str, copies: usize) -> Fleet {
+    let text = nodes.split("[[node]]").filter(|node| !node.trim().is_empty()).map(|node| {
+        let count: usize = if node.contains("count = 2\n") { 2 } else { 1 };
+        let node = node.replacen(&format!("count = {count}\n"), &format!("count = {}\n", count * copies), 1);
+        format!("[[node]]\nhost_memory = \"244 GiB\"\nnetwork = \"10 Gbit/s\"{node}")
+    });
+    Fleet::parse(&text.collect::<String>(), "fleet").expect("the fleet is one")
 }
 
 fn pipeline_step(replicas: usize) {
@@ -48,13 +99,14 @@ fn pipeline_step(replicas: usize) {
                     .map(|stage| Stage {
                         device: replica * STAGES + stage,
                         layers: layers * stage / STAGES..layers * (stage + 1) / STAGES,
+                        activations: Activations::Recompute,
+                        stash: None,
                     })
                     .collect(),
             })
             .collect(),
         order: Order::Varuna,
-        activations: Activations::Recompute,
-        divides_state: true,
+        state: State::Divided,
     };
     let rows = fleet.devices.iter().map(|device| DeviceRow {
         name: device.name.clone(),

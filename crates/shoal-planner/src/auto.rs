@@ -10,11 +10,13 @@ use shoal_plan::{Layout, Plan, Purpose, compile_paced};
 use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 use thiserror::Error;
 
+use crate::pipeline::{self, PipelineWanted};
 use crate::{burst, mirrors, mixed, sharded, spilled};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Shape {
+    Pipeline,
     Sharded,
     Burst,
     Mixed,
@@ -22,10 +24,11 @@ pub enum Shape {
 }
 
 impl Shape {
-    pub const ALL: [Shape; 4] = [Shape::Sharded, Shape::Burst, Shape::Mixed, Shape::Spilled];
+    pub const ALL: [Shape; 5] = [Shape::Pipeline, Shape::Sharded, Shape::Burst, Shape::Mixed, Shape::Spilled];
 
     pub fn name(self) -> &'static str {
         match self {
+            Shape::Pipeline => "pipeline",
             Shape::Sharded => "sharded",
             Shape::Burst => "burst",
             Shape::Mixed => "mixed",
@@ -133,6 +136,9 @@ fn propose(
     costs: &Costs,
 ) -> Result<Plan, String> {
     match shape {
+        Shape::Pipeline => pipeline::plan(chain, step, fleet, costs, &PipelineWanted::default())
+            .map(|planned| planned.plan)
+            .map_err(|error| error.to_string()),
         Shape::Sharded => sharded::plan(&sharded::Request::new(chain, step, fleet, costs))
             .map(|planned| planned.plan)
             .map_err(|error| error.to_string()),

@@ -6,7 +6,7 @@ use shoal_fleet::Trace;
 use shoal_model::{Chain, Precision, presets};
 use shoal_plan::one_device::StepShape;
 use shoal_plan::{Activations, DeviceRow, Order};
-use shoal_planner::pipeline::{Pipeline, Replica, Stage, table};
+use shoal_planner::pipeline::{Pipeline, Replica, Stage, State, table};
 use shoal_planner::run::{Morphing, Report, Settings, Step, over};
 use shoal_sim::Simulated;
 use shoal_sim::clock::DeviceTime;
@@ -24,12 +24,16 @@ fn replicas(machines: &BTreeSet<String>) -> Option<Step> {
             .map(|replica| Replica {
                 samples: 12 * replica / count..12 * (replica + 1) / count,
                 micro_batch: 12,
-                stages: vec![Stage { device: replica, layers: 0..chain.layers.len() }],
+                stages: vec![Stage {
+                    device: replica,
+                    layers: 0..chain.layers.len(),
+                    activations: Activations::Keep,
+                    stash: None,
+                }],
             })
             .collect(),
         order: Order::OneForwardOneBackward,
-        activations: Activations::Keep,
-        divides_state: false,
+        state: State::Whole,
     };
     let rows = machines.iter().map(|name| DeviceRow {
         name: name.clone(),

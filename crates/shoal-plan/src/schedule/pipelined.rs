@@ -2,8 +2,10 @@
 //! of work a micro-batch; which unit is next is decided by the plan's rule while the step is played through once, by
 //! what units and transfers cost. The order of events there is the order of the lists.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::BTreeSet;
 use std::ops::Range;
+
+use foldhash::{HashMap, HashSet};
 
 use super::{Lists, Moving, Order, Pace, is_remade};
 use crate::events::Events;
@@ -19,6 +21,19 @@ const UNITS_AHEAD: usize = 2;
 
 /// How many times deeper than the devices behind it a device stashes under Varuna's rule.
 const VARUNA_DEPTH: usize = 3;
+
+impl Order {
+    /// The most micro-batches that a device has between forward and backward where so many devices lie from it to the
+    /// loss, itself among them.
+    pub fn stash(self, depth: usize) -> usize {
+        match self {
+            Order::MicroBatchFirst => 1,
+            Order::OneForwardOneBackward => depth,
+            Order::Varuna => (VARUNA_DEPTH * (depth - 1)).max(1),
+            Order::Gpipe | Order::LayerFirst => usize::MAX,
+        }
+    }
+}
 
 pub(super) fn order(lists: &mut Lists, pace: &dyn Pace) {
     if lists.purpose != Purpose::Predict {
@@ -133,10 +148,10 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             workers: (0..layout.plan.devices.len()).map(|_| Worker::default()).collect(),
             events: Events::default(),
             now: 0.0,
-            contributions: HashMap::new(),
+            contributions: HashMap::default(),
             told: vec![false; layout.chain.layers.len()],
-            readings: HashMap::new(),
-            loaded: HashSet::new(),
+            readings: HashMap::default(),
+            loaded: HashSet::default(),
             lists,
             pace,
             units,
@@ -158,7 +173,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             });
             self.units[unit].depth = behind.max().unwrap_or(1);
         }
-        let mut per_batch: HashMap<(usize, usize), usize> = HashMap::new();
+        let mut per_batch: HashMap<(usize, usize), usize> = HashMap::default();
         for number in 0..self.units.len() {
             self.units[number].awaits = [self.incoming[number].len(), self.outgoing[number].len()];
             let Unit { device, ref layers, share, depth, .. } = self.units[number];
@@ -169,12 +184,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             }
             let count = per_batch.entry((device, share.samples.start)).or_default();
             *count += 1;
-            let most = match self.lists.layout.plan.order {
-                Order::MicroBatchFirst => *count,
-                Order::OneForwardOneBackward => depth * *count,
-                Order::Varuna => (VARUNA_DEPTH * (depth - 1)).max(1) * *count,
-                Order::Gpipe | Order::LayerFirst => usize::MAX,
-            };
+            let most = self.lists.layout.plan.order.stash(depth).saturating_mul(*count);
             worker.most_stashed = worker.most_stashed.max(most);
             for layer in layers {
                 *self.readings.entry((device, layer)).or_default() += 1;
@@ -553,7 +563,7 @@ impl Unit {
         self.layers.end = layer + 1;
         self.forward += forward;
         self.backward += pace.backward(layer, share.device, samples);
-        if is_remade(layout.chain, layer, share) {
+        if is_remade(layout.chain, layer, share.activations) {
             self.remake += forward;
         }
     }

@@ -175,6 +175,8 @@ fn table(stated: &Stated) -> Plan {
             .map(|stage| Stage {
                 device: stage * replicas + replica,
                 layers: stated.cuts[stage]..stated.cuts[stage + 1],
+                activations: stated.activations,
+                stash: None,
             })
             .collect(),
     };
@@ -184,8 +186,10 @@ fn table(stated: &Stated) -> Plan {
         // What is fetched layer by layer is computed layer by layer. Where batches are cut, those who measured fetch for
         // each micro-batch again: they hide it behind computation, as we do.
         order: if fetched { Order::LayerFirst } else { Order::OneForwardOneBackward },
-        activations: stated.activations,
-        divides_state: stated.state != State::Everywhere,
+        state: match stated.state {
+            State::Everywhere => pipeline::State::Whole,
+            State::Divided | State::Fetched => pipeline::State::Divided,
+        },
     };
     let devices = (0..stages * replicas).map(|number| DeviceRow {
         name: format!("group {number}"),

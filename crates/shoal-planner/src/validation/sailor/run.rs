@@ -5,7 +5,7 @@ use shoal_plan::one_device::StepShape;
 use shoal_plan::{Activations, DeviceRow, Order, Plan};
 
 use super::read::{File, Machine, Measured};
-use crate::pipeline::{self, Pipeline, Replica, Stage};
+use crate::pipeline::{self, Pipeline, Replica, Stage, State};
 use crate::validation::error::Error;
 
 /// The engine keeps and sends fp32; what its libraries make of that in products is in the profile.
@@ -94,14 +94,15 @@ impl Run {
                 .map(|stage| Stage {
                     device: stage * self.replicas + replica,
                     layers: self.stages[stage][0]..self.stages[stage][0] + self.stages[stage].len(),
+                    activations: Activations::Keep,
+                    stash: None,
                 })
                 .collect(),
         };
         let pipeline = Pipeline {
             replicas: (0..self.replicas).map(replica).collect(),
             order: Order::OneForwardOneBackward,
-            activations: Activations::Keep,
-            divides_state: false,
+            state: State::Whole,
         };
         let devices = (0..self.groups.len()).map(|number| DeviceRow {
             name: format!("group {number}"),

@@ -1,0 +1,138 @@
+//! A good plan made better step by step: its neighbours are played through as long as that is cheap. Where steps are
+//! small, this finds what the model of them is too coarse for.
+
+use shoal_plan::Activations;
+
+use super::candidate::Confirmed;
+use super::outcome::PipelineError;
+use super::search::Search;
+use super::trial::Tried;
+use super::{Pipeline, Replica, parallel};
+
+/// Instructions that may be played through to make a good plan better, step by step.
+const POLISHED_INSTRUCTIONS: usize = 150_000;
+
+impl Search<'_> {
+    /// About how many instructions a step has.
+    pub(super) fn instructions(&self, pipeline: &Pipeline) -> usize {
+        let layers = self.chain.layers.len();
+        let of = |replica: &Replica| {
+            let stages = replica.stages.len();
+            replica.samples.len().div_ceil(replica.micro_batch) * (3 * layers + 4 * stages)
+        };
+        pipeline.replicas.iter().map(of).sum::<usize>() + 2 * self.chain.tensors.len()
+    }
+
+    /// Tries a plan's neighbours and goes where it gets better, as long as that is cheap.
+    pub(super) fn polish(&self, confirmed: &mut Confirmed) -> Result<(), PipelineError> {
+        let mut left = POLISHED_INSTRUCTIONS;
+        // Of neighbours that are only looked at in part, few are the best.
+        while 8 * self.instructions(&confirmed.pipeline) <= left {
+            let mut neighbours = self.neighbours(&confirmed.pipeline);
+            neighbours.retain(|neighbour| match left.checked_sub(self.instructions(neighbour)) {
+                Some(rest) => {
+                    left = rest;
+                    true
+                }
+                None => false,
+            });
+            let least = confirmed.tried.seconds * (1.0 - 1e-9);
+            let others = parallel::map(&neighbours, |neighbour| self.bench.step_within(neighbour, least));
+            let mut better: Option<(usize, Tried)> = None;
+            for (number, other) in others.into_iter().enumerate() {
+                let Some(other) = other? else { continue };
+                let quicker = better.as_ref().is_none_or(|(_, best)| other.seconds < best.seconds);
+                if quicker && self.bench.short(&other).is_empty() {
+                    better = Some((number, other));
+                }
+            }
+            match better {
+                Some((number, other)) => {
+                    (confirmed.pipeline, confirmed.tried) = (neighbours.swap_remove(number), other);
+                }
+                None => break,
+            }
+        }
+        Ok(())
+    }
+
+    /// Plans that differ in one cut, one size, some samples, or one stage's activations.
+    fn neighbours(&self, pipeline: &Pipeline) -> Vec<Pipeline> {
+        let mut found = Vec::new();
+        for (number, replica) in pipeline.replicas.iter().enumerate() {
+            let mut with = |change: &dyn Fn(&mut Replica)| {
+                let mut other = pipeline.clone();
+                change(&mut other.replicas[number]);
+                if other != *pipeline {
+                    found.push(other);
+                }
+            };
+            for (place, stages) in replica.stages.windows(2).enumerate() {
+                if stages[1].layers.len() > 1 {
+                    with(&|replica| {
+                        replica.stages[place].layers.end += 1;
+                        replica.stages[place + 1].layers.start += 1;
+                    });
+                }
+                if stages[0].layers.len() > 1 {
+                    with(&|replica| {
+                        replica.stages[place].layers.end -= 1;
+                        replica.stages[place + 1].layers.start -= 1;
+                    });
+                }
+            }
+            if self.wanted.micro_batch.is_none() {
+                let most = replica.samples.len().next_multiple_of(self.grain);
+                let size = replica.micro_batch;
+                for size in [size + self.grain, size.saturating_sub(self.grain), 2 * size, most] {
+                    if (self.grain..=most).contains(&size) {
+                        with(&|replica| replica.micro_batch = size);
+                    }
+                }
+            }
+            if self.wanted.activations.is_none() {
+                for place in 0..replica.stages.len() {
+                    with(&|replica| {
+                        let activations = &mut replica.stages[place].activations;
+                        *activations = match activations {
+                            Activations::Keep => Activations::Recompute,
+                            Activations::Recompute | Activations::Offload => Activations::Keep,
+                        };
+                    });
+                }
+            }
+        }
+        found.extend(self.moved_samples(pipeline));
+        found
+    }
+
+    /// Some samples from one replica to another: what is between them moves up or down.
+    fn moved_samples(&self, pipeline: &Pipeline) -> Vec<Pipeline> {
+        let mut found = Vec::new();
+        let replicas = &pipeline.replicas;
+        for (from, giver) in replicas.iter().enumerate() {
+            for to in (0..replicas.len()).filter(|to| *to != from) {
+                let mut amounts = vec![self.grain, giver.micro_batch, replicas[to].micro_batch];
+                amounts.sort_unstable();
+                amounts.dedup();
+                for amount in amounts.into_iter().filter(|amount| *amount < giver.samples.len()) {
+                    let mut counts: Vec<usize> =
+                        replicas.iter().map(|replica| replica.samples.len()).collect();
+                    counts[from] -= amount;
+                    counts[to] += amount;
+                    let mut other = pipeline.clone();
+                    let mut next = 0;
+                    for (replica, count) in other.replicas.iter_mut().zip(counts) {
+                        replica.samples = next..next + count;
+                        next += count;
+                    }
+                    // Groups of samples that are normed together stay together.
+                    if other.replicas.iter().all(|replica| replica.samples.start % self.grain == 0) {
+                        found.push(other);
+                    }
+                }
+            }
+        }
+        found
+    }
+}
