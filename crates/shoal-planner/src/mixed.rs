@@ -1,7 +1,8 @@
 //! Pipelines whose stages are groups: each stage is computed by several devices, unequal ones too, which divide every
 //! micro-batch between them and the optimizer's state as their memory allows. What is dear stays inside a group, which
 //! is a node here, and only activations pass between nodes: fewer stages than devices, so less of the step is spent
-//! filling and draining.
+//! filling and draining. Where first and last layer share a tensor (a tied embedding), the last goes to the first group
+//! too, so that the tensor's gradient stays inside it.
 
 use std::ops::Range;
 
@@ -53,13 +54,16 @@ pub fn plan(
     let mut best: Option<MixedPlanned> = None;
     for activations in [Activations::Keep, Activations::Recompute] {
         for micro_batch in micro_batches(step.global_batch) {
-            let Some(stages) = search.cut(micro_batch, activations) else { continue };
-            let mixed = Mixed { stages, micro_batch, activations, order: Order::OneForwardOneBackward };
-            let played = search.play(mixed)?;
-            let rows = played.plan.devices.iter().zip(&played.memory);
-            let fits = rows.into_iter().all(|(row, memory)| memory.total() <= row.budget_bytes);
-            if fits && best.as_ref().is_none_or(|best| played.simulated.seconds < best.simulated.seconds) {
-                best = Some(played);
+            for returns in [false, true] {
+                let Some(stages) = search.cut(micro_batch, activations, returns) else { continue };
+                let mixed = Mixed { stages, micro_batch, activations, order: Order::OneForwardOneBackward };
+                let played = search.play(mixed)?;
+                let rows = played.plan.devices.iter().zip(&played.memory);
+                let fits = rows.into_iter().all(|(row, memory)| memory.total() <= row.budget_bytes);
+                let quicker = |best: &MixedPlanned| played.simulated.seconds < best.simulated.seconds;
+                if fits && best.as_ref().is_none_or(quicker) {
+                    best = Some(played);
+                }
             }
         }
     }
@@ -108,10 +112,20 @@ impl Search<'_> {
         self.costs.forward(layer, device, samples) + self.costs.backward(layer, device, samples)
     }
 
+    /// Whether some tensor is used by the first and by the last layer.
+    fn is_tied(&self) -> bool {
+        let last = self.chain.layers.len() - 1;
+        let first = self.chain.layers[0].tensors.iter().map(|(_, tensor)| *tensor);
+        first.into_iter().any(|tensor| self.chain.users(tensor).any(|layer| layer == last))
+    }
+
     /// Cuts the chain so that the slowest stage is as fast as can be: stage by stage, the best last cut for each layer.
-    fn cut(&self, micro_batch: usize, activations: Activations) -> Option<Vec<GroupStage>> {
-        let (layers, stages) = (self.chain.layers.len(), self.groups.len());
-        if stages > layers {
+    /// Where the pipeline `returns`, the last layer is the first group's, which only tied tensors ask for.
+    fn cut(&self, micro_batch: usize, activations: Activations, returns: bool) -> Option<Vec<GroupStage>> {
+        let stages = self.groups.len();
+        let last = self.chain.layers.len() - 1;
+        let layers = if returns { last } else { last + 1 };
+        if stages > layers || returns && (stages < 2 || !self.is_tied()) {
             return None;
         }
         let again = if activations == Activations::Keep { 0.0 } else { 1.0 };
@@ -133,13 +147,21 @@ impl Search<'_> {
                 sum
             })
             .collect();
+        let returned = if returns {
+            let counts = self.divide(&self.groups[0], micro_batch);
+            let take = |(device, samples): (&usize, &usize)| self.seconds(last, *device, *samples);
+            self.groups[0].iter().zip(&counts).map(take).fold(0.0, f64::max)
+        } else {
+            0.0
+        };
         let mut best = vec![vec![f64::INFINITY; layers + 1]; stages + 1];
         let mut from = vec![vec![0; layers + 1]; stages + 1];
         best[0][0] = 0.0;
         for stage in 0..stages {
             for end in stage + 1..=layers {
                 for start in stage..end {
-                    let slowest = best[stage][start].max(sums[stage][end] - sums[stage][start]);
+                    let also = if stage == 0 { returned } else { 0.0 };
+                    let slowest = best[stage][start].max(also + sums[stage][end] - sums[stage][start]);
                     if slowest < best[stage + 1][end] {
                         (best[stage + 1][end], from[stage + 1][end]) = (slowest, start);
                     }
@@ -154,6 +176,9 @@ impl Search<'_> {
             end = start;
         }
         cut.reverse();
+        if returns {
+            cut.push(GroupStage { devices: self.groups[0].clone(), layers: last..last + 1 });
+        }
         Some(cut)
     }
 
@@ -218,7 +243,9 @@ impl Search<'_> {
         computing.dedup();
         let stages =
             mixed.stages.iter().filter(|stage| users.iter().any(|layer| stage.layers.contains(layer)));
-        let holders: Vec<usize> = stages.flat_map(|stage| stage.devices.clone()).collect();
+        let mut holders: Vec<usize> = stages.flat_map(|stage| stage.devices.clone()).collect();
+        holders.sort_unstable();
+        holders.dedup();
         let memory = |device: &usize| u128::from(self.fleet.devices[*device].memory_bytes);
         let total: u128 = holders.iter().map(memory).sum();
         let elements = spec.elements();
