@@ -23,10 +23,11 @@ pub mod validation;
 use shoal_fleet::Fleet;
 use shoal_plan::DeviceRow;
 
-/// Bytes that a process takes of a GPU beside what is counted: the driver's context, kernels and libraries.
+/// Bytes that a process takes of a GPU beside what is counted: the driver's context, the loaded kernels and libraries. On
+/// an H200, 550 to 590 MiB were seen from 13 to 30 GiB of training.
 pub const GPU_PROCESS_BYTES: u64 = 560 << 20;
 
-/// What a GPU's libraries take of what is counted, whatever runs.
+/// Room for what a GPU device takes of what is counted, whatever runs: its libraries' 32 MiB, and some tables.
 pub const GPU_WORKSPACE_BYTES: u64 = 64 << 20;
 
 /// A fleet's devices as plans know them.

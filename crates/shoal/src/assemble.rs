@@ -18,6 +18,7 @@ use shoal_plan::{
     Activations, DeviceOffer, Plan, Planned, Preferences, Purpose, StepShape, forecast, plan_one_device,
     verify,
 };
+use shoal_planner::GPU_PROCESS_BYTES;
 use shoal_state::hugging_face::Folder;
 
 use crate::error::{CliError, Result};
@@ -32,10 +33,6 @@ const GPU: &str = "cuda:0";
 /// products, the tokenizer. Stated with every memory forecast. From tiny models to half a billion parameters,
 /// kept and recomputed, 15 to 26 MiB were seen on two threads.
 pub const PROCESS_BYTES: u64 = 20 << 20;
-
-/// The same on a GPU: the driver's context, the loaded kernels and libraries. On an H200, 550 to 590 MiB were
-/// seen from 13 to 30 GiB of training.
-pub const GPU_PROCESS_BYTES: u64 = 560 << 20;
 
 /// Held-out tokens are masked alike in every run, so that held-out losses can be compared; by a seed that no
 /// job is likely to have, so that held-out masks are never those trained on.
