@@ -1,0 +1,150 @@
+//! When shaped bytes may leave and when they arrive. A link of given bandwidth is a clock that says until when it is
+//! taken; a quantum takes it for its bytes' time, and a worker's egress is one more clock that all its links share. The
+//! arithmetic is on nominal times, so that a thread that wakes up late loses nothing: its next quantum follows the one
+//! before as if it had woken in time.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use crate::settings::Shape;
+
+/// Bytes that take a shaped link at once: what others wait behind, and how finely a message is cut.
+pub const QUANTUM_BYTES: usize = 32 << 10;
+
+/// A sender that comes this late after its last quantum was waiting for something else, not merely woken late.
+const WAKE_UP_LATE_MAX: Duration = Duration::from_millis(2);
+
+#[derive(Debug)]
+struct Clock {
+    bytes_per_s: f64,
+    taken_until: Mutex<Option<Instant>>,
+}
+
+impl Clock {
+    fn new(bytes_per_s: f64) -> Clock {
+        Clock { bytes_per_s, taken_until: Mutex::new(None) }
+    }
+
+    /// Takes the clock for so many bytes, from `ready` at the earliest; the moment they are through.
+    fn take(&self, ready: Instant, bytes: usize) -> Instant {
+        let mut taken_until = self.taken_until.lock().expect("no holder of a clock panics");
+        let begin = taken_until.map_or(ready, |until| until.max(ready));
+        let end = begin + Duration::from_secs_f64(bytes as f64 / self.bytes_per_s);
+        *taken_until = Some(end);
+        end
+    }
+}
+
+/// The clocks of everything one worker sends.
+#[derive(Clone, Debug, Default)]
+pub struct Egress(Option<Arc<Clock>>);
+
+impl Egress {
+    pub fn new(shape: Option<&Shape>) -> Egress {
+        Egress(shape.and_then(|shape| shape.egress_bytes_per_s).map(|rate| Arc::new(Clock::new(rate))))
+    }
+}
+
+/// What holds one direction of one link to its shape.
+#[derive(Debug)]
+pub struct Pacer {
+    egress: Egress,
+    link: Option<Clock>,
+    latency: Duration,
+}
+
+/// The place of one message's next quantum in time.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Progress {
+    through: Option<Instant>,
+}
+
+impl Pacer {
+    /// `None` where nothing is to be held back.
+    pub fn new(shape: Option<&Shape>, egress: &Egress, peer: usize) -> Option<Arc<Pacer>> {
+        let link = shape?.link(peer);
+        let clock = link.bytes_per_s.map(Clock::new);
+        if egress.0.is_none() && clock.is_none() && link.latency.is_zero() {
+            return None;
+        }
+        Some(Arc::new(Pacer { egress: egress.clone(), link: clock, latency: link.latency }))
+    }
+
+    /// Takes the link for the next bytes of a message: when they have left, and when they arrive.
+    pub fn take(&self, progress: &mut Progress, bytes: usize) -> (Instant, Instant) {
+        let now = Instant::now();
+        let ready = match progress.through {
+            Some(through) if through <= now && now - through < WAKE_UP_LATE_MAX => through,
+            Some(through) => now.max(through),
+            None => now,
+        };
+        let egress = self.egress.0.as_ref().map_or(ready, |clock| clock.take(ready, bytes));
+        let link = self.link.as_ref().map_or(ready, |clock| clock.take(ready, bytes));
+        let through = egress.max(link);
+        progress.through = Some(through);
+        (through, through + self.latency)
+    }
+
+    /// Bytes that can be under way at once; whoever holds them back must have room for so many.
+    pub fn bytes_under_way(&self) -> usize {
+        let rates =
+            [self.egress.0.as_ref().map(|c| c.bytes_per_s), self.link.as_ref().map(|c| c.bytes_per_s)];
+        let slowest = rates.into_iter().flatten().fold(f64::INFINITY, f64::min);
+        let bytes = slowest.min(UNLIMITED_BYTES_PER_S) * self.latency.as_secs_f64();
+        bytes as usize + 16 * QUANTUM_BYTES
+    }
+}
+
+/// What a link with latency and no given bandwidth is taken to carry, to bound what is under way.
+const UNLIMITED_BYTES_PER_S: f64 = 12.5e9;
+
+/// Sleeps until a moment that may have passed.
+pub fn sleep_until(moment: Instant) {
+    let left = moment.saturating_duration_since(Instant::now());
+    if !left.is_zero() {
+        std::thread::sleep(left);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings::LinkShape;
+    use std::collections::BTreeMap;
+
+    fn shape(egress: Option<f64>, link: Option<f64>, latency_ms: u64) -> Shape {
+        let links = BTreeMap::from([(
+            1,
+            LinkShape { bytes_per_s: link, latency: Duration::from_millis(latency_ms) },
+        )]);
+        Shape { egress_bytes_per_s: egress, links, ..Shape::default() }
+    }
+
+    #[test]
+    fn quanta_follow_each_other_at_the_rate() {
+        let shape = shape(None, Some(1e6), 20);
+        let pacer = Pacer::new(Some(&shape), &Egress::new(Some(&shape)), 1).expect("the link is shaped");
+        let mut progress = Progress::default();
+        let (first, _) = pacer.take(&mut progress, 10_000);
+        let (second, arrival) = pacer.take(&mut progress, 10_000);
+        assert_eq!(second - first, Duration::from_millis(10));
+        assert_eq!(arrival - second, Duration::from_millis(20));
+    }
+
+    #[test]
+    fn the_egress_is_shared_by_links_and_the_slower_clock_counts() {
+        let shape = shape(Some(1e6), Some(1e7), 0);
+        let egress = Egress::new(Some(&shape));
+        let one = Pacer::new(Some(&shape), &egress, 1).expect("shaped");
+        let two = Pacer::new(Some(&shape), &egress, 2).expect("shaped");
+        let (first, _) = one.take(&mut Progress::default(), 100_000);
+        let (second, _) = two.take(&mut Progress::default(), 100_000);
+        assert_eq!(second - first, Duration::from_millis(100));
+    }
+
+    #[test]
+    fn an_unshaped_link_has_no_pacer() {
+        assert!(Pacer::new(None, &Egress::default(), 1).is_none());
+        assert!(Pacer::new(Some(&Shape::default()), &Egress::default(), 1).is_none());
+    }
+}

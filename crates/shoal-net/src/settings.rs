@@ -1,0 +1,56 @@
+//! Everything that can be chosen about a fabric, with defaults that suit a local network.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How a worker's fabric behaves. All workers of a fabric should agree on `streams` and `deadline`.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Silence after which a peer counts as dead. Heartbeats come four times as often.
+    pub deadline: Duration,
+    /// How long one message may take from its beginning, though its peer lives.
+    pub message_deadline: Duration,
+    /// How long to try to reach all peers when the fabric is made.
+    pub join_deadline: Duration,
+    /// Connections for large messages in each direction of a pair.
+    pub streams: usize,
+    /// What a lab makes of the links; `None` leaves them as they are.
+    pub shape: Option<Shape>,
+}
+
+impl Default for Settings {
+    fn default() -> Settings {
+        Settings {
+            deadline: Duration::from_secs(10),
+            message_deadline: Duration::from_secs(600),
+            join_deadline: Duration::from_secs(60),
+            streams: 2,
+            shape: None,
+        }
+    }
+}
+
+/// What one worker's sending is held to. Only payload counts.
+#[derive(Clone, Debug, Default)]
+pub struct Shape {
+    /// Bytes a second of everything this worker sends, shared by all its peers.
+    pub egress_bytes_per_s: Option<f64>,
+    /// The links to peers, by their rank.
+    pub links: BTreeMap<usize, LinkShape>,
+    /// The links to peers that `links` does not name.
+    pub other_links: LinkShape,
+}
+
+impl Shape {
+    pub(crate) fn link(&self, peer: usize) -> LinkShape {
+        self.links.get(&peer).copied().unwrap_or(self.other_links)
+    }
+}
+
+/// One direction of one link.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LinkShape {
+    pub bytes_per_s: Option<f64>,
+    /// From the moment the last byte has left to the moment it arrives.
+    pub latency: Duration,
+}
