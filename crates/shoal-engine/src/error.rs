@@ -18,8 +18,12 @@ pub enum EngineError {
     Plan(#[from] shoal_plan::PlanError),
     #[error(transparent)]
     Compile(#[from] shoal_plan::CompileError),
-    #[error("{instruction} moves something between devices or memories, which this engine does not do yet")]
+    #[error(transparent)]
+    Net(#[from] shoal_net::Error),
+    #[error("{instruction} moves something between devices or memories, but this device was given no others")]
     Movement { instruction: String },
+    #[error("a thread could not be started: {source}")]
+    Thread { source: std::io::Error },
     #[error("step {step}: the {what} is {value}, not a finite number")]
     NotFinite { step: u64, what: &'static str, value: f64, checkpoint: Option<u64> },
     #[error("step {step}: none of the global batch's {samples} samples has a target to learn from")]
@@ -49,7 +53,9 @@ impl EngineError {
             EngineError::Program(error) => error.hint(),
             EngineError::Plan(error) => error.hint(),
             EngineError::Compile(_) => None,
+            EngineError::Net(error) => error.hint().map(Into::into),
             EngineError::Movement { .. } => Some("plan the job for one device whose own memory holds it".into()),
+            EngineError::Thread { .. } => Some("the system's limit of threads is reached: see ulimit -u".into()),
             EngineError::NotFinite { checkpoint, .. } => Some(match checkpoint {
                 Some(step) => format!(
                     "the checkpoint of step {step} is intact; lower train.optimizer.lr or set clip_norm, then resume from it"

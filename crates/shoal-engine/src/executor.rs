@@ -2,29 +2,34 @@
 //! samples and what to keep stand in the instruction. It checks on the way that what the program promised
 //! holds: values are there when used, versions are the step's.
 
+mod moves;
+mod pieces;
 mod replay;
 mod step;
+mod tiers;
+mod walk;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use replay::Replay;
-use replay::only_computes;
 pub use step::{Batch, StepInput, StepOutcome};
 use step::{Step, Stored};
 
 use shoal_data::Inputs;
 use shoal_kernels::device::SCALAR_ELEMENTS;
-use shoal_kernels::{Device, Guard, Mat, Sgd, Stamp, Tensor, Updated};
+use shoal_kernels::{Device, Stamp, Tensor};
 use shoal_model::{Chain, LayerKind, Retention};
+use shoal_net::Fabric;
 use shoal_nn::layer::{self, LossSink};
 use shoal_nn::{Call, Feed, Gradients, Parameters, Randomness, Saved, head};
 use shoal_plan::effects::Value;
-use shoal_plan::{Instruction, Keep, Op, Program, Purpose, Samples, Tier};
+use shoal_plan::{Activations, Instruction, Keep, Layout, Op, Program, Samples};
 
 use crate::error::{EngineError, Result};
-use crate::state::{ModelState, write};
+use crate::lanes::Lanes;
+use crate::state::{Held, ModelState, Tiers, gradient_room, write};
 
 /// An executor's [`Context`]. No method: that would borrow the sums, which instructions write meanwhile.
 macro_rules! context {
@@ -45,6 +50,12 @@ pub struct Executor {
     number: u64,
     replay: Replay,
     device: Arc<dyn Device>,
+    tiers: Tiers,
+    /// The way to the other devices.
+    fabric: Option<Arc<Fabric>>,
+    lanes: Lanes,
+    /// Programs run so far, which is the same number at everyone who takes part: messages are known by it.
+    runs: u64,
     chain: Chain,
     sequence: usize,
     pub state: ModelState,
@@ -66,20 +77,32 @@ pub struct Executor {
 
 /// Samples on the device.
 struct Loaded {
-    inputs: Tensor,
-    targets: Tensor,
+    inputs: Option<Tensor>,
+    targets: Option<Tensor>,
     /// Of samples that may be shorter than the sequence.
     lengths: Option<Tensor>,
     /// Targets that count.
     count: u64,
 }
 
+/// What is brought onto the device of some samples.
+#[derive(Clone, Copy)]
+struct Wanted {
+    inputs: bool,
+    targets: bool,
+    lengths: bool,
+}
+
+impl Wanted {
+    const ALL: Wanted = Wanted { inputs: true, targets: true, lengths: true };
+}
+
 impl Loaded {
     /// The same samples for one more step.
     fn share(&self) -> Loaded {
         Loaded {
-            inputs: self.inputs.share(),
-            targets: self.targets.share(),
+            inputs: self.inputs.as_ref().map(Tensor::share),
+            targets: self.targets.as_ref().map(Tensor::share),
             lengths: self.lengths.as_ref().map(Tensor::share),
             count: self.count,
         }
@@ -87,12 +110,25 @@ impl Loaded {
 }
 
 impl Executor {
+    /// A device that has all of a model in its own memory.
     pub fn new(
         device: Arc<dyn Device>,
         chain: Chain,
         sequence: usize,
         state: ModelState,
     ) -> Result<Executor> {
+        Executor::with(Tiers::only(device)?, None, chain, sequence, state)
+    }
+
+    /// One of a plan's devices, with its share of the model.
+    pub fn with(
+        tiers: Tiers,
+        fabric: Option<Arc<Fabric>>,
+        chain: Chain,
+        sequence: usize,
+        state: ModelState,
+    ) -> Result<Executor> {
+        let device = tiers.device.clone();
         let scalar = |who: &str| Tensor::new(device.arena(), who, SCALAR_ELEMENTS);
         let (loss, discarded_loss) = (scalar("the loss")?, scalar("the discarded loss")?);
         let (norm_squared, correct) = (scalar("the gradient norm")?, scalar("right predictions")?);
@@ -102,6 +138,10 @@ impl Executor {
             number: EXECUTORS.fetch_add(1, Ordering::Relaxed),
             replay: Replay::Nothing,
             device,
+            tiers,
+            fabric,
+            lanes: Lanes::default(),
+            runs: 0,
             chain,
             sequence,
             state,
@@ -133,57 +173,22 @@ impl Executor {
         self.sequence = sequence;
     }
 
-    /// Runs a verified program.
+    /// Runs a verified program of a device that has all to itself.
     pub fn run(&mut self, program: &Program, input: &StepInput) -> Result<StepOutcome> {
-        let device = self.device.clone();
-        let mut result = Ok(StepOutcome::default());
-        device.run(&mut || result = self.walk(program, input));
-        result
+        self.go(program, None, input)
     }
 
-    fn walk(&mut self, program: &Program, input: &StepInput) -> Result<StepOutcome> {
-        for sum in [&mut self.loss, &mut self.discarded_loss, &mut self.correct] {
-            self.device.zero(sum)?;
-        }
-        if self.chain.drops() {
-            self.device.set_scalar(&mut self.step_number, input.step as f64)?;
-        }
-        let mut step = Step {
-            input,
-            training: program.purpose == Purpose::Train,
-            values: HashMap::new(),
-            groups: HashMap::new(),
-            global_batch: program.loaded_samples(),
-            sums_loss: false,
-            measures_norm: false,
-            outcome: StepOutcome::default(),
-        };
-        let mut rest = program.instructions.as_slice();
-        while let [instruction, after @ ..] = rest {
-            // Instructions of a kind that stand together reach the device together: updates, because most tensors
-            // are small, and what only computes, because it may be known already.
-            let together = |like: fn(&Op) -> bool| rest.iter().take_while(|next| like(&next.op)).count();
-            rest = if matches!(instruction.op, Op::Update { at: Tier::Device, .. }) {
-                let (updates, others) =
-                    rest.split_at(together(|op| matches!(op, Op::Update { at: Tier::Device, .. })));
-                self.update(&mut step, updates)?;
-                self.stamp(Some(instruction.op))?;
-                others
-            } else if only_computes(&instruction.op) && step.training {
-                let (computing, others) = rest.split_at(together(only_computes));
-                self.compute(&mut step, computing)?;
-                others
-            } else {
-                self.execute(&mut step, instruction)?;
-                after
-            };
-        }
-        // The device has its work; what the next step needs is read and sent behind it.
-        if let Some(next) = input.next.filter(|_| self.held.is_empty()) {
-            self.read_ahead(program, input.step + 1, next)?;
-        }
-        self.finish(&mut step)?;
-        Ok(step.outcome)
+    /// Runs a verified program of one of the table's devices: the one that this executor's state was allocated for.
+    pub fn run_in(&mut self, layout: &Layout, program: &Program, input: &StepInput) -> Result<StepOutcome> {
+        self.go(program, Some(layout), input)
+    }
+
+    fn go(&mut self, program: &Program, layout: Option<&Layout>, input: &StepInput) -> Result<StepOutcome> {
+        let device = self.device.clone();
+        let mut result = Ok(StepOutcome::default());
+        self.runs += 1;
+        device.run(&mut || result = self.walk(program, layout, input));
+        result
     }
 
     fn execute(&mut self, step: &mut Step, instruction: &Instruction) -> Result {
@@ -197,8 +202,12 @@ impl Executor {
             Op::BeginBackward { layer, samples } => self.begin_backward(step, layer, samples),
             Op::Backward { layer, samples } => self.backward(step, layer, samples),
             Op::Predict { layer, samples } => self.predict(step, layer, samples),
+            Op::Release { layer, pass } => {
+                self.release(layer, pass);
+                Ok(())
+            }
             Op::SumLoss => Ok(()),
-            Op::GradientNorm => self.gradient_norm(),
+            Op::GradientNorm => self.gradient_norm(step),
             _ => Err(EngineError::Movement { instruction: instruction.to_string() }),
         }
     }
@@ -207,7 +216,7 @@ impl Executor {
     pub fn hold_samples(&mut self, program: &Program, batch: &dyn Batch) -> Result {
         for instruction in &program.instructions {
             if let Op::Load { samples } = instruction.op {
-                let loaded = self.read(batch, samples)?;
+                let loaded = self.read(batch, samples, Wanted::ALL)?;
                 self.held.insert(samples, loaded);
             }
         }
@@ -219,46 +228,82 @@ impl Executor {
         let loaded = match (self.held.get(&samples), ahead.filter(|_| step.training)) {
             (Some(held), _) => held.share(),
             (None, Some(ahead)) => ahead,
-            (None, None) => self.read(step.input.batch, samples)?,
+            (None, None) => self.read(step.input.batch, samples, self.wanted(step, samples))?,
         };
+        step.own_targets += loaded.count;
         step.outcome.targets += loaded.count;
-        step.put(Value::Inputs(samples), Stored::Tensor(loaded.inputs));
-        step.put(Value::Targets(samples), Stored::Tensor(loaded.targets));
+        if let Some(inputs) = loaded.inputs {
+            step.put(Value::Inputs(samples), Stored::Tensor(inputs));
+        }
+        if let Some(targets) = loaded.targets {
+            step.put(Value::Targets(samples), Stored::Tensor(targets));
+        }
         if let Some(lengths) = loaded.lengths {
-            for layer in self.chain.length_readers() {
+            for layer in self.told(step, samples) {
                 step.put(Value::Lengths { layer, samples }, Stored::Tensor(lengths.share()));
             }
         }
         Ok(())
     }
 
-    fn read(&self, batch: &dyn Batch, samples: Samples) -> Result<Loaded> {
+    /// Layers that are told these samples' lengths here.
+    fn told(&self, step: &Step, samples: Samples) -> Vec<usize> {
+        match step.layout {
+            Some(layout) => layout.told_lengths(step.device, samples).collect(),
+            None => self.chain.length_readers().collect(),
+        }
+    }
+
+    /// What of these samples this device needs.
+    fn wanted(&self, step: &Step, samples: Samples) -> Wanted {
+        let Some(layout) = step.layout else { return Wanted::ALL };
+        let computes = |layer: usize| layout.share(step.device, layer, samples).is_some();
+        Wanted {
+            inputs: computes(0),
+            targets: computes(self.chain.layers.len() - 1),
+            lengths: !self.told(step, samples).is_empty(),
+        }
+    }
+
+    fn read(&self, batch: &dyn Batch, samples: Samples, wanted: Wanted) -> Result<Loaded> {
         let (arena, device) = (self.device.arena(), &*self.device);
         let elements = samples.count() * self.chain.input_elements(self.sequence);
-        let mut inputs = Tensor::new(arena, &format!("the inputs of {samples}"), elements)?;
+        let room = |what: &str, elements: usize| Tensor::new(arena, &format!("the {what} of {samples}"), elements);
+        let mut inputs = wanted.inputs.then(|| room("inputs", elements)).transpose()?;
         let mut target_ids = vec![0; samples.count() * self.chain.targets(self.sequence)];
-        let mut targets = Tensor::new(arena, &format!("the targets of {samples}"), target_ids.len())?;
         let mut lengths = None;
         if self.chain.image.is_some() {
-            write(device, &mut inputs, |out| {
-                batch.read(samples.range(), Inputs::Images(out), &mut target_ids)
-            })?;
-        } else if self.chain.padded {
-            let (mut tokens, mut counts) = (vec![0; elements], vec![0; samples.count()]);
-            batch.read(samples.range(), Inputs::Padded(&mut tokens, &mut counts), &mut target_ids)?;
-            let fits = |count: &i32| (1..=self.sequence as i32).contains(count);
-            assert!(counts.iter().all(fits), "lengths of {counts:?} in sequences of {}", self.sequence);
-            device.write_integers(&mut inputs, &tokens)?;
-            let room = Tensor::new(arena, &format!("the lengths of {samples}"), counts.len())?;
-            device.write_integers(lengths.insert(room), &counts)?;
+            match &mut inputs {
+                Some(inputs) => write(device, inputs, |out| {
+                    batch.read(samples.range(), Inputs::Images(out), &mut target_ids)
+                })?,
+                None => {
+                    batch.read(samples.range(), Inputs::Images(&mut vec![0.0; elements]), &mut target_ids)?;
+                }
+            }
         } else {
             let mut tokens = vec![0; elements];
-            batch.read(samples.range(), Inputs::Tokens(&mut tokens), &mut target_ids)?;
-            device.write_integers(&mut inputs, &tokens)?;
+            if self.chain.padded {
+                let mut counts = vec![0; samples.count()];
+                batch.read(samples.range(), Inputs::Padded(&mut tokens, &mut counts), &mut target_ids)?;
+                let fits = |count: &i32| (1..=self.sequence as i32).contains(count);
+                assert!(counts.iter().all(fits), "lengths of {counts:?} in sequences of {}", self.sequence);
+                if wanted.lengths {
+                    device.write_integers(lengths.insert(room("lengths", counts.len())?), &counts)?;
+                }
+            } else {
+                batch.read(samples.range(), Inputs::Tokens(&mut tokens), &mut target_ids)?;
+            }
+            if let Some(inputs) = &mut inputs {
+                device.write_integers(inputs, &tokens)?;
+            }
         }
-        device.write_integers(&mut targets, &target_ids)?;
-        let count = target_ids.iter().filter(|target| **target >= 0).count() as u64;
-        Ok(Loaded { inputs, targets, lengths, count })
+        let mut targets = wanted.targets.then(|| room("targets", target_ids.len())).transpose()?;
+        if let Some(targets) = &mut targets {
+            device.write_integers(targets, &target_ids)?;
+        }
+        let counts = target_ids.iter().filter(|target| wanted.targets && **target >= 0);
+        Ok(Loaded { inputs, targets, lengths, count: counts.count() as u64 })
     }
 
     /// Reads what the program loads, for the step after this one.
@@ -266,7 +311,7 @@ impl Executor {
         self.ahead = (step, HashMap::new());
         for instruction in &program.instructions {
             if let Op::Load { samples } = instruction.op {
-                let loaded = self.read(batch, samples)?;
+                let loaded = self.read(batch, samples, Wanted::ALL)?;
                 self.ahead.1.insert(samples, loaded);
             }
         }
@@ -274,16 +319,16 @@ impl Executor {
     }
 
     /// What a layer is fed, taken from the values.
-    fn feed(&self, step: &mut Step, layer: usize, samples: Samples) -> Feed {
-        match self.chain.layers[layer].kind {
+    fn feed(&self, step: &mut Step, layer: usize, samples: Samples) -> Result<Feed> {
+        Ok(match self.chain.layers[layer].kind {
             LayerKind::Embedding(_) => Feed::Tokens(step.take_tensor(Value::Inputs(samples))),
             LayerKind::Patches(_) => Feed::Images(step.take_tensor(Value::Inputs(samples))),
             LayerKind::Block(_) if self.chain.takes_lengths(layer) => {
-                let hidden = self.take_inputs(step, layer, samples).remove(0);
+                let hidden = self.take_inputs(step, layer, samples)?.remove(0);
                 Feed::Padded(hidden, step.take_tensor(Value::Lengths { layer, samples }))
             }
             LayerKind::Block(_) | LayerKind::Convolution(_) | LayerKind::Join(_) => {
-                let mut inputs = self.take_inputs(step, layer, samples);
+                let mut inputs = self.take_inputs(step, layer, samples)?;
                 match inputs.len() {
                     0 => Feed::Images(step.take_tensor(Value::Inputs(samples))),
                     1 => Feed::Hidden(inputs.remove(0)),
@@ -291,50 +336,20 @@ impl Executor {
                 }
             }
             LayerKind::Head(_) => {
-                let hidden = self.take_inputs(step, layer, samples).remove(0);
+                let hidden = self.take_inputs(step, layer, samples)?.remove(0);
                 Feed::HiddenAndTargets(hidden, step.take_tensor(Value::Targets(samples)))
             }
-        }
-    }
-
-    /// The outputs of earlier layers that a layer takes.
-    fn take_inputs(&self, step: &mut Step, layer: usize, samples: Samples) -> Vec<Tensor> {
-        let inputs = self.chain.layers[layer].inputs.iter();
-        inputs
-            .map(|from| step.take_tensor(Value::Activation { layer: *from, reader: layer, samples }))
-            .collect()
-    }
-
-    /// The output for every reader: where branches part they share it, and only read it.
-    fn part(&self, step: &mut Step, layer: usize, samples: Samples, output: &Tensor) {
-        for reader in self.chain.readers(layer) {
-            step.put(Value::Activation { layer, reader, samples }, Stored::Tensor(output.share()));
-        }
-    }
-
-    /// The gradient of a layer's output, added up over its readers in their order; none for the last layer.
-    fn merge(&self, step: &mut Step, layer: usize, samples: Samples) -> Result<Option<Tensor>> {
-        let mut sum: Option<Tensor> = None;
-        for reader in self.chain.readers(layer) {
-            let part = step.take_tensor(Value::Gradient { layer, reader, samples });
-            match &mut sum {
-                None => sum = Some(part),
-                Some(sum) => self.device.add_scaled(1.0, rows(&part, samples), (sum, true))?,
-            }
-        }
-        Ok(sum)
+        })
     }
 
     /// The part of a forward that comes before its groups' statistics are complete.
     fn begin(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
         let feed = match self.chain.layers[layer].inputs.first() {
-            Some(from) => {
-                Feed::Hidden(step.take_tensor(Value::Activation { layer: *from, reader: layer, samples }))
-            }
+            Some(from) => Feed::Hidden(self.take_input(step, layer, *from, samples)?),
             None => Feed::Images(step.take_tensor(Value::Inputs(samples))),
         };
         let mut groups = step.groups.remove(&layer).unwrap_or_default();
-        let (call, parameters) = context!(self).layer(step, layer, samples);
+        let (call, parameters) = context!(self).layer(step, layer, samples, false);
         let kind = &self.chain.layers[layer].kind;
         let begun = layer::begin(kind, &call, &parameters, feed, &mut groups)?;
         step.groups.insert(layer, groups);
@@ -349,11 +364,10 @@ impl Executor {
                 panic!("layer {layer} did not begin")
             };
             let other = self.chain.layers[layer].inputs.get(1);
-            let other = other
-                .map(|from| step.take_tensor(Value::Activation { layer: *from, reader: layer, samples }));
+            let other = other.map(|from| self.take_input(step, layer, *from, samples)).transpose()?;
             Feed::Begun(begun, other)
         } else {
-            self.feed(step, layer, samples)
+            self.feed(step, layer, samples)?
         };
         let retention = match keep {
             Keep::All => Retention::Saved,
@@ -362,7 +376,7 @@ impl Executor {
         };
         let scale = step.loss_scale();
         let loss = LossSink { sum: &mut self.loss, scale, correct: Some(&mut self.correct) };
-        let (call, parameters) = context!(self).layer(step, layer, samples);
+        let (call, parameters) = context!(self).layer(step, layer, samples, false);
         let kind = &self.chain.layers[layer].kind;
         let groups = step.groups.get(&layer);
         let (output, saved) = layer::forward(kind, &call, &parameters, feed, retention, groups, Some(loss))?;
@@ -374,15 +388,19 @@ impl Executor {
             step.put(value, Stored::Saved(Box::new(saved)));
         }
         if let Some(output) = output {
-            self.part(step, layer, samples, &output);
+            self.hand_on(step, layer, samples, output)?;
         }
         Ok(())
     }
 
     fn recompute(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
-        let input = step.take_saved(Value::Input { layer, samples });
+        let offloaded = step.layout.and_then(|layout| layout.share(step.device, layer, samples));
+        let input = step.take_saved(match offloaded.is_some_and(|share| share.activations == Activations::Offload) {
+            true => Value::Restored { layer, samples },
+            false => Value::Input { layer, samples },
+        });
         let loss = LossSink { sum: &mut self.discarded_loss, scale: step.loss_scale(), correct: None };
-        let (call, parameters) = context!(self).layer(step, layer, samples);
+        let (call, parameters) = context!(self).layer(step, layer, samples, true);
         let saved = layer::recompute(&self.chain.layers[layer].kind, &call, &parameters, input, Some(loss))?;
         step.put(Value::Saved { layer, samples }, Stored::Saved(Box::new(saved)));
         Ok(())
@@ -414,11 +432,7 @@ impl Executor {
             layer::backward(kind, call, parameters, gradients, saved, gradient, groups.as_ref())
         })?;
         step.groups.extend(groups.map(|groups| (layer, groups)));
-        for (from, gradient) in self.chain.layers[layer].inputs.iter().zip(result) {
-            let value = Value::Gradient { layer: *from, reader: layer, samples };
-            step.put(value, Stored::Tensor(gradient));
-        }
-        Ok(())
+        self.hand_back(step, layer, samples, result)
     }
 
     /// Lends a layer's gradient sums to a part of its backward.
@@ -430,13 +444,18 @@ impl Executor {
         work: impl FnOnce(&LayerKind, &Call, &Parameters, &mut Gradients) -> shoal_kernels::device::Result<T>,
     ) -> Result<T> {
         let slots = self.chain.layers[layer].tensors.clone();
-        let lent = slots.iter().map(|(slot, tensor)| {
-            let sum = self.state.tensors[*tensor].gradient.take();
-            (*slot, sum.expect("a training program runs on a state that holds gradients"))
-        });
-        let mut gradients = Gradients::new(lent.collect());
+        let mut lent = Vec::with_capacity(slots.len());
+        for (slot, tensor) in &slots {
+            let sum = match self.state.tensors[*tensor].gradient.take() {
+                Some(sum) => sum,
+                // A sum that is kept elsewhere begins with the first addition here.
+                None => gradient_room(&*self.device, &self.chain, *tensor, self.state.precision)?,
+            };
+            lent.push((*slot, sum));
+        }
+        let mut gradients = Gradients::new(lent);
         let result = {
-            let (call, parameters) = context!(self).layer(step, layer, samples);
+            let (call, parameters) = context!(self).layer(step, layer, samples, true);
             work(&self.chain.layers[layer].kind, &call, &parameters, &mut gradients)
         };
         for ((_, sum), (_, tensor)) in gradients.into_entries().zip(&slots) {
@@ -449,9 +468,9 @@ impl Executor {
         let LayerKind::Head(spec) = &self.chain.layers[layer].kind else {
             panic!("predictions come from the last layer")
         };
-        let hidden = self.take_inputs(step, layer, samples).remove(0);
+        let hidden = self.take_inputs(step, layer, samples)?.remove(0);
         step.take_tensor(Value::Targets(samples));
-        let (call, parameters) = context!(self).layer(step, layer, samples);
+        let (call, parameters) = context!(self).layer(step, layer, samples, false);
         let logits = head::predict(spec, &call, &parameters, &hidden)?;
         let columns = spec.logit_columns(self.state.precision);
         for row in self.device.host_floats(&logits)?.chunks(columns) {
@@ -487,76 +506,10 @@ impl Executor {
 
     /// The norm of all parameters together: not a number as soon as one of them is not.
     pub fn parameter_norm(&mut self) -> Result<f64> {
-        let parameters: Vec<&Tensor> = self.state.tensors.iter().map(|held| &held.parameter).collect();
+        let parameters: Vec<&Tensor> = self.state.tensors.iter().map(Held::parameter).collect();
         self.device.sum_squares(&parameters, &mut self.norm_squared)?;
         Ok(self.device.scalar(&self.norm_squared)?.sqrt())
     }
-
-    fn gradient_norm(&mut self) -> Result {
-        let trained = self.state.tensors.iter().zip(&self.chain.tensors);
-        let trained = trained.filter(|(_, spec)| spec.running.is_none());
-        let gradients: Vec<&Tensor> =
-            trained.filter_map(|(held, _)| held.gradient.as_ref().map(|sum| &sum.sum)).collect();
-        Ok(self.device.sum_squares(&gradients, &mut self.norm_squared)?)
-    }
-
-    /// Updates of several tensors, at once.
-    fn update(&mut self, step: &mut Step, updates: &[Instruction]) -> Result {
-        let settings = step.input.optimizer.expect("a training program comes with an optimizer");
-        let mut wanted = vec![false; self.state.tensors.len()];
-        for instruction in updates {
-            if let Op::Update { tensor, .. } = instruction.op {
-                wanted[tensor] = true;
-            }
-        }
-        let mut tensors = Vec::with_capacity(updates.len());
-        // Statistics, by the share of a step's in them.
-        let mut running: Vec<(f32, Vec<Updated>)> = Vec::new();
-        let all = self.state.tensors.iter_mut().zip(&self.chain.tensors).zip(wanted);
-        for ((held, spec), _) in all.filter(|(_, wanted)| *wanted) {
-            assert_eq!(held.version, step.input.step, "{} is at another version than the step", spec.name);
-            held.version += 1;
-            let gradient = held.gradient.as_mut().expect("the gradient was summed before the update");
-            gradient.started = false;
-            if let Some(share) = spec.running {
-                // p -= share * (p - value), the sum being the value's negative: descent with a decay of one.
-                let (state, copy) = (&mut [][..], held.copy.as_mut());
-                let (gradient, parameter) = (&gradient.sum, &mut held.parameter);
-                let updated = Updated { gradient, state, parameter, copy, weight_decay: 1.0 };
-                match running.iter_mut().find(|(other, _)| *other == share) {
-                    Some((_, all)) => all.push(updated),
-                    None => running.push((share, vec![updated])),
-                }
-                continue;
-            }
-            tensors.push(Updated {
-                gradient: &gradient.sum,
-                state: &mut held.optimizer,
-                parameter: &mut held.parameter,
-                copy: held.copy.as_mut(),
-                weight_decay: settings.decay_of(spec),
-            });
-        }
-        let guard = Guard {
-            norm_squared: &self.norm_squared,
-            loss: &self.loss,
-            scale: step.input.loss_scale,
-            clip_norm: settings.clip_norm,
-        };
-        settings.apply(&*self.device, step.input.lr, step.input.updates + 1, guard, &mut tensors)?;
-        // Statistics are no gradients: neither the loss scale nor clipping reaches them.
-        let unclipped = Guard { scale: 1.0, clip_norm: None, ..guard };
-        for (share, mut all) in running {
-            let settings = Sgd { lr: share, momentum: 0.0, update: step.input.updates + 1 };
-            self.device.sgd(&settings, unclipped, &mut all)?;
-        }
-        Ok(())
-    }
-}
-
-/// A value as a row a sample.
-fn rows(value: &Tensor, samples: Samples) -> Mat<'_> {
-    Mat::new(value, samples.count(), value.len() / samples.count())
 }
 
 /// What instructions of a layer read, borrowed apart from what they write.
@@ -570,8 +523,8 @@ struct Context<'a> {
 
 impl<'a> Context<'a> {
     /// What one of the layer's instructions is handed.
-    fn layer(&self, step: &Step, layer: usize, samples: Samples) -> (Call<'a>, Parameters<'a>) {
-        (self.call(step, layer, samples), self.parameters(step, layer))
+    fn layer(&self, step: &Step, layer: usize, samples: Samples, backward: bool) -> (Call<'a>, Parameters<'a>) {
+        (self.call(step, layer, samples), self.parameters(step, layer, backward))
     }
 
     fn call(&self, step: &Step, layer: usize, samples: Samples) -> Call<'a> {
@@ -589,16 +542,16 @@ impl<'a> Context<'a> {
         }
     }
 
-    fn parameters(&self, step: &Step, layer: usize) -> Parameters<'a> {
+    fn parameters(&self, step: &Step, layer: usize, backward: bool) -> Parameters<'a> {
+        let pass = step.layout.map(|layout| layout.pass(backward));
         let entries = self.chain.layers[layer].tensors.iter().map(|(slot, tensor)| {
-            let held = &self.state.tensors[*tensor];
+            let (copy, version) = self.state.compute(layer, pass, *tensor);
+            let wanted = step.input.step;
             assert!(
-                !step.training || held.version == step.input.step,
-                "tensor {tensor} is at version {}, the step reads {}",
-                held.version,
-                step.input.step
+                !step.training || version == wanted,
+                "tensor {tensor} is at version {version}, the step reads {wanted}"
             );
-            (*slot, held.compute())
+            (*slot, copy)
         });
         Parameters::new(entries.collect())
     }

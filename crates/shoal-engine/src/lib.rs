@@ -3,6 +3,7 @@
 //!
 //! - [`state`]: parameters, gradient sums and optimizer state of a model, each with its version.
 //! - [`executor`]: one program, once.
+//! - [`disk`]: state that lies on a disk.
 //! - [`run`]: step after step: data, schedule, evaluation, checkpoints, metrics.
 //! - [`metrics`]: `metrics.jsonl`, one line a step, true across restarts.
 //! - [`identity`]: whether a run folder belongs to this job.
@@ -12,12 +13,14 @@
 //! - [`golden`]: comparison with a reference implementation.
 //! - [`rate`]: the device's measured matrix rate, against which speed is shown.
 
+pub mod disk;
 pub mod error;
 pub mod executor;
 pub mod generate;
 pub mod golden;
 pub mod identity;
 pub mod import;
+mod lanes;
 pub mod loss_scale;
 pub mod metrics;
 pub mod rate;
@@ -28,4 +31,4 @@ pub use error::EngineError;
 pub use executor::{Executor, Replay, StepInput, StepOutcome};
 pub use loss_scale::LossScale;
 pub use run::{Interval, Run, RunEvent, RunSettings, StopReason};
-pub use state::ModelState;
+pub use state::{ModelState, Tiers};

@@ -296,8 +296,9 @@ impl Run {
         // (name, role, shape, numbers): borrowed where the host holds them, copied over where it does not.
         let mut tensors = Vec::new();
         for (held, spec) in self.executor.state.tensors.iter().zip(&self.executor.chain().tensors) {
-            tensors.push((spec, "parameter", device.host_floats(&held.parameter)?));
-            for (state, role) in held.optimizer.iter().zip(names) {
+            let kept = held.whole().expect("a run of one device has all of every tensor").tensors();
+            tensors.push((spec, "parameter", device.host_floats(&kept.parameter)?));
+            for (state, role) in kept.optimizer.iter().zip(names) {
                 tensors.push((spec, role, device.host_floats(state)?));
             }
         }
@@ -354,11 +355,14 @@ fn restore(checkpoint: &Checkpoint, optimizer: &OptimizerSettings, executor: &mu
         let read = |role: &str, tensor: &mut Tensor| {
             write(&*device, tensor, |out| Ok(checkpoint.read(&spec.name, role, out)?))
         };
-        read("parameter", &mut held.parameter)?;
-        for (state, role) in held.optimizer.iter_mut().zip(optimizer.state_names()) {
-            read(role, state)?;
+        for slice in &mut held.slices {
+            let kept = slice.tensors_mut();
+            read("parameter", &mut kept.parameter)?;
+            for (state, role) in kept.optimizer.iter_mut().zip(optimizer.state_names()) {
+                read(role, state)?;
+            }
+            slice.version = step;
         }
-        held.version = step;
     }
     executor.state.refresh_copies(&*device)?;
     Ok(step)

@@ -1,42 +1,152 @@
-//! Parameters, gradient sums and optimizer state of a model on one device. Every tensor carries a version,
-//! the number of updates it has seen: an instruction of step n reads version n and finds nothing else.
+//! What a device keeps of a model: slices of parameters with their optimizer state, copies to compute with, gradient
+//! sums. Which of them is the table's affair; one device with everything is a table like any other. Everything kept
+//! carries a version, the number of updates it has seen: an instruction of step n reads version n and finds nothing else.
 
-use shoal_kernels::{Device, Element, Tensor};
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use shoal_kernels::{Arena, CpuDevice, Device, Tensor};
 use shoal_model::{Chain, Precision, TensorSpec};
 use shoal_nn::layer::element;
 use shoal_nn::{GradientSum, OptimizerSettings, init};
+use shoal_plan::{Holder, Layout, Pass, Residence, Slice, Tier};
 
+use crate::disk::DiskSlice;
 use crate::error::Result;
 
-/// One tensor of the model and everything kept for it.
-pub struct Held {
-    /// The master, in fp32.
+/// The tensors of a slice: its parameters in fp32, and what is kept for them.
+pub struct SliceTensors {
     pub parameter: Tensor,
-    /// What layers compute with, where that is not the master itself: the master, rounded.
-    pub copy: Option<Tensor>,
-    /// None while an instruction has it, or where nothing is trained.
-    pub gradient: Option<GradientSum>,
+    /// Its gradient, where it is not part of the sum that the device's own layers add to.
+    pub gradient: Option<Tensor>,
     pub optimizer: Vec<Tensor>,
+}
+
+/// Where a slice lies.
+pub enum Kept {
+    /// In the device's memory or its host's.
+    Memory(SliceTensors),
+    Disk(DiskSlice),
+    /// An instruction has it.
+    Lent,
+}
+
+/// A slice of a tensor that is kept and updated here.
+pub struct HeldSlice {
+    pub slice: Slice,
+    pub tier: Tier,
+    pub kept: Kept,
     /// Updates applied so far.
     pub version: u64,
 }
 
+impl HeldSlice {
+    /// # Panics
+    /// If it lies on a disk, or an instruction has it.
+    pub fn tensors(&self) -> &SliceTensors {
+        match &self.kept {
+            Kept::Memory(tensors) => tensors,
+            Kept::Disk(_) | Kept::Lent => panic!("a slice that is not in memory"),
+        }
+    }
+
+    pub fn tensors_mut(&mut self) -> &mut SliceTensors {
+        match &mut self.kept {
+            Kept::Memory(tensors) => tensors,
+            Kept::Disk(_) | Kept::Lent => panic!("a slice that is not in memory"),
+        }
+    }
+}
+
+/// One tensor of the model and everything that is kept for it here.
+pub struct Held {
+    /// Of the whole tensor.
+    pub elements: usize,
+    /// In order. Slices in the device's own memory that make up the whole tensor are one.
+    pub slices: Vec<HeldSlice>,
+    /// What layers compute with, where that is not a slice itself: parameters, rounded. Copies that are fetched for each
+    /// use are not among them.
+    pub copy: Option<Tensor>,
+    /// The version of a copy that is not renewed with the parameters.
+    pub copy_version: u64,
+    /// What this device's layers add to: none while an instruction has it, where nothing is trained, or, as long as
+    /// nothing was added, where the sum is kept elsewhere.
+    pub gradient: Option<GradientSum>,
+}
+
 impl Held {
-    /// What layers compute with.
-    pub fn compute(&self) -> &Tensor {
-        self.copy.as_ref().unwrap_or(&self.parameter)
+    fn whole_place(&self) -> Option<usize> {
+        self.slices.iter().position(|held| held.tier == Tier::Device && held.slice.count() == self.elements)
+    }
+
+    /// All of the tensor, where it lies in the device's own memory.
+    pub fn whole(&self) -> Option<&HeldSlice> {
+        self.whole_place().map(|place| &self.slices[place])
+    }
+
+    /// The parameters, of a device that has them all in its own memory.
+    pub fn parameter(&self) -> &Tensor {
+        &self.whole().expect("the device has all of the tensor").tensors().parameter
+    }
+
+    /// What layers compute with, and its version.
+    pub fn compute(&self) -> (&Tensor, u64) {
+        match (self.whole(), &self.copy) {
+            (Some(whole), Some(copy)) => (copy, whole.version),
+            (Some(whole), None) => (&whole.tensors().parameter, whole.version),
+            (None, Some(copy)) => (copy, self.copy_version),
+            (None, None) => panic!("a layer computes with parameters that were not gathered"),
+        }
     }
 }
 
 pub struct ModelState {
     pub tensors: Vec<Held>,
+    /// Copies of a layer's tensors that are there for a part of the step, and the version they are of.
+    pub gathered: HashMap<(usize, Pass), (u64, Vec<(usize, Tensor)>)>,
     /// Cosines and sines by position, for rotary models.
     pub rotary: Option<Tensor>,
     pub precision: Precision,
 }
 
+/// The memories of a device: its own, its host's, and a folder on its host's disk.
+#[derive(Clone)]
+pub struct Tiers {
+    pub device: Arc<dyn Device>,
+    /// Keeps and updates what lies in host memory.
+    pub host: Arc<CpuDevice>,
+    pub disk: Arc<Path>,
+}
+
+impl Tiers {
+    /// A device whose state is all in its own memory needs no other; what is asked of them is refused.
+    pub fn only(device: Arc<dyn Device>) -> Result<Tiers> {
+        let host = Arc::new(CpuDevice::with_arena(Arena::new("host", CpuDevice::workspace_bytes(1))?, 1)?);
+        Ok(Tiers { device, host, disk: Path::new("").into() })
+    }
+
+    /// What keeps memory of a kind.
+    pub fn of(&self, tier: Tier) -> &dyn Device {
+        match tier {
+            Tier::Device => &*self.device,
+            Tier::Host | Tier::Disk => &*self.host,
+        }
+    }
+}
+
 impl ModelState {
-    /// Room for a model; parameters are unset until [`ModelState::fill`] or a checkpoint sets them.
+    /// What a layer computes with, and its version.
+    pub fn compute(&self, layer: usize, pass: Option<Pass>, tensor: usize) -> (&Tensor, u64) {
+        let gathered = pass.and_then(|pass| self.gathered.get(&(layer, pass)));
+        let copy = gathered.and_then(|(version, copies)| {
+            let (_, copy) = copies.iter().find(|(other, _)| *other == tensor)?;
+            Some((copy, *version))
+        });
+        copy.unwrap_or_else(|| self.tensors[tensor].compute())
+    }
+
+    /// Room for a whole model on one device; parameters are unset until [`ModelState::fill`] or a checkpoint sets them.
     /// Without an optimizer there is neither gradient nor optimizer state: inference.
     pub fn allocate(
         device: &dyn Device,
@@ -45,16 +155,63 @@ impl ModelState {
         precision: Precision,
         optimizer: Option<&OptimizerSettings>,
     ) -> Result<ModelState> {
+        let mut tensors = Vec::with_capacity(chain.tensors.len());
+        for (index, spec) in chain.tensors.iter().enumerate() {
+            let mut held = Held::nothing(spec);
+            held.slices.push(HeldSlice::in_memory(device, spec, held.range(), Tier::Device, false, optimizer)?);
+            held.copy = copy_room(device, chain, index, precision)?;
+            held.gradient = optimizer.map(|_| gradient_room(device, chain, index, precision)).transpose()?;
+            tensors.push(held);
+        }
+        ModelState::with(device, chain, sequence, precision, tensors)
+    }
+
+    /// Room for what the table gives a device.
+    pub fn allocate_share(
+        tiers: &Tiers,
+        layout: &Layout,
+        index: usize,
+        optimizer: Option<&OptimizerSettings>,
+    ) -> Result<ModelState> {
+        let (chain, plan, device) = (layout.chain, layout.plan, &*tiers.device);
+        let mut tensors = Vec::with_capacity(chain.tensors.len());
+        for (tensor, spec) in chain.tensors.iter().enumerate() {
+            let mut held = Held::nothing(spec);
+            let whole = layout.holds_whole(tensor, index);
+            if whole {
+                held.slices.push(HeldSlice::in_memory(device, spec, held.range(), Tier::Device, false, optimizer)?);
+                held.gradient =
+                    optimizer.map(|_| gradient_room(device, chain, tensor, plan.precision)).transpose()?;
+            }
+            for part in layout.held(tensor, index).iter().filter(|part| !whole || part.holder != Holder::Device(index)) {
+                let (slice, tier) = (part.slice, part.holder.tier());
+                held.slices.push(match tier {
+                    Tier::Disk => HeldSlice::on_disk(&tiers.disk, spec, slice, optimizer)?,
+                    _ => HeldSlice::in_memory(tiers.of(tier), spec, slice, tier, true, optimizer)?,
+                });
+            }
+            let resident = layout.residence(tensor, index) == Some(Residence::Resident);
+            if whole && layout.residence(tensor, index).is_some() {
+                held.copy = copy_room(device, chain, tensor, plan.precision)?;
+            } else if resident {
+                held.copy = Some(compute_room(device, chain, tensor, plan.precision)?);
+            }
+            tensors.push(held);
+        }
+        ModelState::with(device, chain, plan.sequence, plan.precision, tensors)
+    }
+
+    fn with(
+        device: &dyn Device,
+        chain: &Chain,
+        sequence: usize,
+        precision: Precision,
+        tensors: Vec<Held>,
+    ) -> Result<ModelState> {
         assert!(
             device.computes(element(precision)),
             "ask a device what it computes in before planning for it"
         );
-        let allocate = |(index, spec)| {
-            let copy = chain.copy_elements(index, precision).map(|elements| (element(precision), elements));
-            let gradient = chain.gradient_elements(index, precision);
-            allocate_one(device, spec, copy, gradient, optimizer)
-        };
-        let tensors = chain.tensors.iter().enumerate().map(allocate).collect::<Result<_>>()?;
         let rotary = match init::rotary_table(chain, sequence) {
             Some(table) => {
                 let mut tensor = Tensor::new(device.arena(), "the rotary table", table.len())?;
@@ -63,10 +220,10 @@ impl ModelState {
             }
             None => None,
         };
-        Ok(ModelState { tensors, rotary, precision })
+        Ok(ModelState { tensors, gathered: HashMap::new(), rotary, precision })
     }
 
-    /// Sets every parameter, tensor by tensor.
+    /// Sets every parameter of a device that has them all, tensor by tensor.
     pub fn fill(
         &mut self,
         device: &dyn Device,
@@ -74,20 +231,143 @@ impl ModelState {
         mut set: impl FnMut(&TensorSpec, &mut [f32]) -> Result,
     ) -> Result {
         for (held, spec) in self.tensors.iter_mut().zip(&chain.tensors) {
-            write(device, &mut held.parameter, |out| set(spec, out))?;
+            let place = held.whole_place().expect("the device has all of the tensor");
+            write(device, &mut held.slices[place].tensors_mut().parameter, |out| set(spec, out))?;
         }
         self.refresh_copies(device)
     }
 
-    /// Makes the compute copies anew from masters that were set.
-    pub fn refresh_copies(&mut self, device: &dyn Device) -> Result {
-        for held in &mut self.tensors {
+    /// Sets what a device has of every parameter.
+    pub fn fill_share(
+        &mut self,
+        tiers: &Tiers,
+        chain: &Chain,
+        mut set: impl FnMut(&TensorSpec, &mut [f32]) -> Result,
+    ) -> Result {
+        for (held, spec) in self.tensors.iter_mut().zip(&chain.tensors) {
+            if held.slices.is_empty() && held.copy.is_none() {
+                continue;
+            }
+            let mut whole = vec![0.0; spec.elements()];
+            set(spec, &mut whole)?;
+            for held in &mut held.slices {
+                let values = &whole[held.slice.range()];
+                match &mut held.kept {
+                    Kept::Memory(tensors) => tiers
+                        .of(held.tier)
+                        .write_floats(&mut tensors.parameter, &mut |out| out.copy_from_slice(values))?,
+                    Kept::Disk(disk) => disk.write_parameter(values)?,
+                    Kept::Lent => panic!("parameters are set between steps"),
+                }
+            }
             if let Some(copy) = &mut held.copy {
-                device.convert(&held.parameter, copy)?;
+                let element = copy.element();
+                tiers.device.write_bytes(copy, 0..whole.len(), &mut |out| element.write(&whole, out))?;
+                zero_rest(&*tiers.device, copy, whole.len())?;
             }
         }
         Ok(())
     }
+
+    /// Makes the compute copies anew from parameters that were set, on a device that has them all.
+    pub fn refresh_copies(&mut self, device: &dyn Device) -> Result {
+        for held in &mut self.tensors {
+            let place = held.whole_place().expect("the device has all of the tensor");
+            if let Some(copy) = &mut held.copy {
+                device.convert(&held.slices[place].tensors().parameter, copy)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Held {
+    fn nothing(spec: &TensorSpec) -> Held {
+        Held { elements: spec.elements(), slices: Vec::new(), copy: None, copy_version: 0, gradient: None }
+    }
+
+    fn range(&self) -> Slice {
+        Slice { start: 0, end: self.elements }
+    }
+}
+
+impl HeldSlice {
+    fn in_memory(
+        device: &dyn Device,
+        spec: &TensorSpec,
+        slice: Slice,
+        tier: Tier,
+        with_gradient: bool,
+        optimizer: Option<&OptimizerSettings>,
+    ) -> Result<HeldSlice> {
+        let room = |what: &str| Tensor::new(device.arena(), &format!("{what} {}", spec.name), slice.count());
+        let parameter = room("parameter")?;
+        let gradient = (with_gradient && optimizer.is_some()).then(|| room("gradient of")).transpose()?;
+        let state = |name: &&str| -> Result<Tensor> {
+            let mut state = room(&format!("{name} of"))?;
+            device.zero(&mut state)?;
+            Ok(state)
+        };
+        let names = optimizer.map_or(&[][..], |settings| settings.state_names());
+        let optimizer = names.iter().map(state).collect::<Result<_>>()?;
+        let kept = Kept::Memory(SliceTensors { parameter, gradient, optimizer });
+        Ok(HeldSlice { slice, tier, kept, version: 0 })
+    }
+
+    fn on_disk(
+        folder: &Path,
+        spec: &TensorSpec,
+        slice: Slice,
+        optimizer: Option<&OptimizerSettings>,
+    ) -> Result<HeldSlice> {
+        let states = optimizer.map_or(0, |settings| settings.state_names().len());
+        let kept = Kept::Disk(DiskSlice::create(folder, &spec.name, slice.count(), states)?);
+        Ok(HeldSlice { slice, tier: Tier::Disk, kept, version: 0 })
+    }
+}
+
+/// Room for a copy to compute with beside parameters that are there whole, where it is another tensor.
+fn copy_room(
+    device: &dyn Device,
+    chain: &Chain,
+    tensor: usize,
+    precision: Precision,
+) -> Result<Option<Tensor>> {
+    let copy = chain.copy_elements(tensor, precision);
+    copy.map(|_| compute_room(device, chain, tensor, precision)).transpose()
+}
+
+/// Room for all that layers compute with.
+pub(crate) fn compute_room(
+    device: &dyn Device,
+    chain: &Chain,
+    tensor: usize,
+    precision: Precision,
+) -> Result<Tensor> {
+    let spec = &chain.tensors[tensor];
+    let elements = chain.copy_elements(tensor, precision).unwrap_or(spec.elements());
+    Ok(Tensor::of(device.arena(), &format!("compute copy of {}", spec.name), element(precision), elements)?)
+}
+
+/// Room for the sum that layers add to.
+pub(crate) fn gradient_room(
+    device: &dyn Device,
+    chain: &Chain,
+    tensor: usize,
+    precision: Precision,
+) -> Result<GradientSum> {
+    let who = format!("gradient of {}", chain.tensors[tensor].name);
+    let elements = chain.gradient_elements(tensor, precision);
+    Ok(GradientSum { sum: Tensor::new(device.arena(), &who, elements)?, started: false })
+}
+
+/// Clears what stands in a copy past the parameters: rows that only round its length up.
+pub(crate) fn zero_rest(device: &dyn Device, copy: &mut Tensor, elements: usize) -> Result {
+    let rest = elements..copy.len();
+    if !rest.is_empty() {
+        device.write_bytes(copy, rest, &mut |out| out.fill(0))?;
+    }
+    Ok(())
 }
 
 /// Sets a tensor by a function that may fail.
@@ -99,34 +379,4 @@ pub fn write(device: &dyn Device, tensor: &mut Tensor, set: impl FnOnce(&mut [f3
         }
     })?;
     result
-}
-
-fn allocate_one(
-    device: &dyn Device,
-    spec: &TensorSpec,
-    copy: Option<(Element, usize)>,
-    gradient_elements: usize,
-    optimizer: Option<&OptimizerSettings>,
-) -> Result<Held> {
-    let arena = device.arena();
-    let who = |what: &str| format!("{what} {}", spec.name);
-    let elements = spec.elements();
-    let parameter = Tensor::new(arena, &who("parameter"), elements)?;
-    let copy = copy
-        .map(|(element, elements)| Tensor::of(arena, &who("compute copy of"), element, elements))
-        .transpose()?;
-    let (gradient, states) = match optimizer {
-        None => (None, Vec::new()),
-        Some(settings) => {
-            let sum = Tensor::new(arena, &who("gradient of"), gradient_elements)?;
-            let state = |name: &&str| -> Result<Tensor> {
-                let mut state = Tensor::new(arena, &who(&format!("{name} of")), elements)?;
-                device.zero(&mut state)?;
-                Ok(state)
-            };
-            let states = settings.state_names().iter().map(state).collect::<Result<_>>()?;
-            (Some(GradientSum { sum, started: false }), states)
-        }
-    };
-    Ok(Held { parameter, copy, gradient, optimizer: states, version: 0 })
 }

@@ -112,7 +112,7 @@ fn train(executor: &mut Executor, planned: &Planned, steps: Range<u64>, lr: f64)
 fn running(executor: &Executor) -> Vec<f32> {
     let tensors = executor.state.tensors.iter().zip(&executor.chain().tensors);
     let running = tensors.filter(|(_, spec)| spec.running.is_some());
-    running.flat_map(|(held, _)| held.parameter.floats().to_vec()).collect()
+    running.flat_map(|(held, _)| held.parameter().floats().to_vec()).collect()
 }
 
 #[test]

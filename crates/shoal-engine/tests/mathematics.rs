@@ -410,7 +410,7 @@ fn a_step_that_overflows_is_skipped_exactly() {
     let (settings, batch) = (optimizer(), RandomBatch { vocabulary: case.config.vocabulary });
     let state = |executor: &Executor| -> Vec<Vec<f32>> {
         let all = executor.state.tensors.iter();
-        all.flat_map(|held| std::iter::once(&held.parameter).chain(&held.optimizer))
+        all.flat_map(|held| std::iter::once(held.parameter()).chain(&held.whole().unwrap().tensors().optimizer))
             .map(|tensor| tensor.floats().to_vec())
             .collect()
     };

@@ -4,6 +4,7 @@
 //! gradient needs no pass that clears the sum.
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -441,6 +442,18 @@ pub trait Device: Convolutional + Send + Sync {
 
     /// The tensor's numbers where the host can read them: in place, or as a copy.
     fn host_floats<'a>(&self, tensor: &'a Tensor) -> Result<Cow<'a, [f32]>>;
+
+    /// The bytes of some of the tensor's elements where the host can read them: in place, or as a copy.
+    fn host_bytes<'a>(&self, tensor: &'a Tensor, elements: Range<usize>) -> Result<Cow<'a, [u8]>>;
+
+    /// Lets `fill` write the bytes of some of the tensor's elements: in place where the memory is the host's, else
+    /// through a buffer that is copied over.
+    fn write_bytes(
+        &self,
+        tensor: &mut Tensor,
+        elements: Range<usize>,
+        fill: &mut dyn FnMut(&mut [u8]),
+    ) -> Result;
 
     fn write_integers(&self, tensor: &mut Tensor, values: &[i32]) -> Result;
 

@@ -11,6 +11,26 @@ impl Element {
         }
     }
 
+    /// Writes numbers as elements of this kind, byte after byte.
+    ///
+    /// # Panics
+    /// If there is not just room for them.
+    pub fn write(self, values: &[f32], out: &mut [u8]) {
+        assert_eq!(out.len(), values.len() * self.bytes());
+        match self {
+            Element::F32 => {
+                for (value, out) in values.iter().zip(out.chunks_exact_mut(4)) {
+                    out.copy_from_slice(&value.to_ne_bytes());
+                }
+            }
+            half => {
+                for (value, out) in values.iter().zip(out.chunks_exact_mut(2)) {
+                    out.copy_from_slice(&half.encode(*value).to_ne_bytes());
+                }
+            }
+        }
+    }
+
     /// The bits of a two-byte element.
     pub(crate) fn encode(self, value: f32) -> u16 {
         match self {

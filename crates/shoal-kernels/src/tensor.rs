@@ -1,6 +1,7 @@
 //! An owned piece of a device's memory holding elements of one kind. It carries no shape: the operation
 //! that uses it says how it is laid out, and checks that the length fits.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::memory::{Arena, Block, MemoryError};
@@ -125,6 +126,31 @@ impl Tensor {
         self.assert_alone();
         // SAFETY: as for `floats`, and `&mut self` makes the access exclusive.
         unsafe { std::slice::from_raw_parts_mut(self.block.start().cast(), self.elements) }
+    }
+
+    /// The bytes of some elements.
+    ///
+    /// # Panics
+    /// If there are not so many elements, or the memory is not the host's.
+    pub(crate) fn bytes_of(&self, elements: Range<usize>) -> &[u8] {
+        let (start, length) = self.byte_range(elements);
+        // SAFETY: the block is at least as long as the tensor, whose memory is initialised and of plain numbers.
+        unsafe { std::slice::from_raw_parts(self.block.start().add(start), length) }
+    }
+
+    pub(crate) fn bytes_of_mut(&mut self, elements: Range<usize>) -> &mut [u8] {
+        self.assert_alone();
+        let (start, length) = self.byte_range(elements);
+        // SAFETY: as for `bytes_of`, any bits are an element, and `&mut self` makes the access exclusive.
+        unsafe { std::slice::from_raw_parts_mut(self.block.start().add(start), length) }
+    }
+
+    /// Where the bytes of some elements begin, and how many they are.
+    fn byte_range(&self, elements: Range<usize>) -> (usize, usize) {
+        assert!(self.block.on_host(), "the host reads a device's memory: go through Device::host_bytes");
+        let Range { start, end } = elements;
+        assert!(start <= end && end <= self.elements, "elements {start}..{end} of {}", self.elements);
+        (start * self.element.bytes(), (end - start) * self.element.bytes())
     }
 
     pub fn integers(&self) -> &[i32] {

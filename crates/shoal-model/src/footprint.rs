@@ -81,10 +81,21 @@ impl Meter {
 impl LayerKind {
     /// The bytes of the boundary activation that it hands on, and of its gradient.
     pub fn output_bytes(&self, samples: usize, sequence: usize, precision: Precision) -> u64 {
+        match self.output_elements(sequence) {
+            0 => 0,
+            elements => compute_bytes(samples * elements, precision),
+        }
+    }
+
+    /// Elements of that activation a sample; the last layer hands none on.
+    pub fn output_elements(&self, sequence: usize) -> usize {
         match self {
-            LayerKind::Convolution(spec) => compute_bytes(samples * spec.output_elements(), precision),
-            LayerKind::Join(spec) => compute_bytes(samples * spec.output_elements(), precision),
-            _ => self.footprint(samples, sequence, precision).output,
+            LayerKind::Embedding(spec) => sequence * spec.width,
+            LayerKind::Patches(spec) => (spec.image.patches() + 1) * spec.width,
+            LayerKind::Block(spec) => sequence * spec.width,
+            LayerKind::Convolution(spec) => spec.output_elements(),
+            LayerKind::Join(spec) => spec.output_elements(),
+            LayerKind::Head(_) => 0,
         }
     }
 

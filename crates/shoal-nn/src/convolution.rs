@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use shoal_kernels::device::Result;
-use shoal_kernels::{ColumnNorm, Element, Filters, Mat, NormGradients, Tensor, Window};
+use shoal_kernels::{ColumnNorm, Device, Element, Filters, Mat, NormGradients, Tensor, Window};
 use shoal_model::{BatchNorm, ConvolutionSpec, Slot};
 
 use crate::layer::{Call, element};
@@ -24,6 +24,64 @@ pub struct Group {
     rows: usize,
     /// What all its members' gradients depend on.
     sums: Option<Tensor>,
+}
+
+/// A device's share of what is known of a group: pixels, and two numbers a column.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GroupShare {
+    pub rows: u64,
+    pub columns: Vec<f32>,
+}
+
+impl Group {
+    /// This device's share of the statistics, or of the backward's sums.
+    ///
+    /// # Panics
+    /// If the backward has not begun.
+    pub fn share(&self, device: &dyn Device, backward: bool) -> Result<GroupShare> {
+        let tensor = match backward {
+            false => &self.statistics,
+            true => self.sums.as_ref().expect("the backward began it"),
+        };
+        Ok(GroupShare { rows: self.rows as u64, columns: device.host_floats(tensor)?.into_owned() })
+    }
+
+    /// Takes the shares of all devices for the whole, in their order: every device comes to the same bits.
+    pub fn complete(&mut self, device: &dyn Device, backward: bool, shares: &[GroupShare]) -> Result {
+        let whole = if backward { added(shares) } else { merged(shares) };
+        let tensor = match backward {
+            false => &mut self.statistics,
+            true => self.sums.as_mut().expect("the backward began it"),
+        };
+        device.write_floats(tensor, &mut |out| out.copy_from_slice(&whole))?;
+        if !backward {
+            self.rows = shares.iter().map(|share| share.rows as usize).sum();
+        }
+        Ok(())
+    }
+}
+
+fn added(shares: &[GroupShare]) -> Vec<f32> {
+    let columns = 0..shares[0].columns.len();
+    columns.map(|at| shares.iter().map(|share| f64::from(share.columns[at])).sum::<f64>() as f32).collect()
+}
+
+/// Means, then variances, of all rows: the variance within shares, and that of their means.
+fn merged(shares: &[GroupShare]) -> Vec<f32> {
+    let columns = shares[0].columns.len() / 2;
+    let rows: f64 = shares.iter().map(|share| share.rows as f64).sum();
+    let weighted = |value: &dyn Fn(&GroupShare) -> f64| -> f64 {
+        shares.iter().map(|share| share.rows as f64 * value(share)).sum::<f64>() / rows
+    };
+    let mut whole = vec![0.0; 2 * columns];
+    for at in 0..columns {
+        let mean = weighted(&|share| f64::from(share.columns[at]));
+        let variance = weighted(&|share| {
+            f64::from(share.columns[columns + at]) + (f64::from(share.columns[at]) - mean).powi(2)
+        });
+        (whole[at], whole[columns + at]) = (mean as f32, variance as f32);
+    }
+    whole
 }
 
 /// A layer's groups by their number, as far as their samples have begun.
@@ -281,7 +339,26 @@ fn drop_last(spec: &ConvolutionSpec, call: &Call, out: &mut Tensor) -> Result {
     drop_some(call, spec.dropout, spec.output_elements() / spec.outputs, spec.outputs, out)
 }
 
+/// What stays where it is while the input is away.
+pub struct WithoutInput {
+    places: Option<Tensor>,
+    mask: Option<Tensor>,
+}
+
+impl WithoutInput {
+    pub(crate) fn with(self, x: Tensor) -> ConvolutionSaved {
+        let WithoutInput { places, mask } = self;
+        ConvolutionSaved { x, before: None, places, mask }
+    }
+}
+
 impl ConvolutionSaved {
+    /// The input, and the rest; what is made again from it is dropped.
+    pub(crate) fn apart(self) -> (Tensor, WithoutInput) {
+        let ConvolutionSaved { x, places, mask, .. } = self;
+        (x, WithoutInput { places, mask })
+    }
+
     /// The same without what [`recompute`] makes again.
     pub(crate) fn lean(self) -> ConvolutionSaved {
         ConvolutionSaved { before: None, ..self }

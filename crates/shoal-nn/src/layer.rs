@@ -8,7 +8,7 @@ use shoal_kernels::{Device, DropoutSite, Element, Gelu, Tensor};
 use shoal_model::{Activation, BlockSpec, LayerKind, Precision, Retention};
 
 use crate::block::BlockSaved;
-use crate::convolution::{Begun, BegunBackward, ConvolutionSaved, Groups};
+use crate::convolution::{Begun, BegunBackward, ConvolutionSaved, Groups, WithoutInput};
 use crate::head::HeadSaved;
 use crate::join::JoinSaved;
 use crate::parameters::{Gradients, Parameters};
@@ -115,6 +115,49 @@ pub enum Saved {
     Begun(Box<Begun>),
     BegunBackward(Box<BegunBackward>),
     Head(HeadSaved),
+}
+
+/// What is left of a kept input when its tensor is put elsewhere: see [`Saved::apart`].
+pub enum SavedRest {
+    /// Nothing was put elsewhere: all a first layer keeps are the samples themselves, and some layers keep no input.
+    All(Saved),
+    Hidden,
+    Padded(Tensor),
+    Targets(Tensor),
+    Convolution(WithoutInput),
+}
+
+impl Saved {
+    /// Takes the input that the layer will be made again from out of what it keeps.
+    pub fn apart(self) -> (Option<Tensor>, SavedRest) {
+        match self {
+            Saved::Input(Feed::Hidden(x)) => (Some(x), SavedRest::Hidden),
+            Saved::Input(Feed::Padded(x, lengths)) => (Some(x), SavedRest::Padded(lengths)),
+            Saved::Input(Feed::HiddenAndTargets(x, targets)) => (Some(x), SavedRest::Targets(targets)),
+            Saved::Convolution(saved) => {
+                let (x, rest) = saved.apart();
+                (Some(x), SavedRest::Convolution(rest))
+            }
+            other => (None, SavedRest::All(other)),
+        }
+    }
+}
+
+impl SavedRest {
+    /// What [`Saved::apart`] took apart.
+    ///
+    /// # Panics
+    /// If it took no input, or one is missing.
+    pub fn with(self, input: Option<Tensor>) -> Saved {
+        match (self, input) {
+            (SavedRest::All(saved), None) => saved,
+            (SavedRest::Hidden, Some(x)) => Saved::Input(Feed::Hidden(x)),
+            (SavedRest::Padded(lengths), Some(x)) => Saved::Input(Feed::Padded(x, lengths)),
+            (SavedRest::Targets(targets), Some(x)) => Saved::Input(Feed::HiddenAndTargets(x, targets)),
+            (SavedRest::Convolution(rest), Some(x)) => Saved::Convolution(rest.with(x).into()),
+            _ => panic!("an input that was never taken, or is missing"),
+        }
+    }
 }
 
 /// The loss that the last layer adds to, and what its gradient is multiplied by.

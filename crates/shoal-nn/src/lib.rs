@@ -22,8 +22,8 @@ pub mod patches;
 mod pool;
 pub mod schedule;
 
-pub use convolution::Groups;
-pub use layer::{Call, Feed, Randomness, Saved};
+pub use convolution::{GroupShare, Groups};
+pub use layer::{Call, Feed, Randomness, Saved, SavedRest};
 pub use optimizer::{Decay, OptimizerKind, OptimizerSettings};
 pub use parameters::{GradientSum, Gradients, Parameters};
 pub use schedule::{Milestones, Schedule, ScheduleKind};

@@ -336,23 +336,31 @@ impl<'a> Layout<'a> {
 
     fn reduction(&self, layer: usize) -> Option<Group> {
         let (mut devices, mut receivers, mut tier) = (Vec::new(), Vec::new(), Tier::Device);
-        for tensor in &self.layers[layer].owned {
+        for tensor in self.layers[layer].owned.iter().filter(|tensor| self.is_reduced(**tensor)) {
             let held = &self.plan.tensors[*tensor].gradient;
-            let mut from: Vec<usize> =
-                self.chain.users(*tensor).flat_map(|user| self.computing(user)).collect();
-            from.sort_unstable();
-            from.dedup();
-            // Where one device computes all and has all in its own memory, nothing moves.
-            let alone = from.len() == 1
-                && self.tensors[*tensor].whole_gradient == from
-                && held.iter().all(|held| held.holder == Holder::Device(from[0]));
-            if !alone {
-                devices.extend(from);
-                receivers.extend(held.iter().map(|held| held.holder.device()));
-                tier = held.iter().map(|held| held.holder.tier()).fold(tier, Tier::max);
-            }
+            devices.extend(self.adding(*tensor));
+            receivers.extend(held.iter().map(|held| held.holder.device()));
+            tier = held.iter().map(|held| held.holder.tier()).fold(tier, Tier::max);
         }
         (!receivers.is_empty()).then(|| Group::new(devices, receivers, tier))
+    }
+
+    /// Devices whose layers add to a tensor's gradient, in order.
+    fn adding(&self, tensor: usize) -> Vec<usize> {
+        let mut from: Vec<usize> = self.chain.users(tensor).flat_map(|user| self.computing(user)).collect();
+        from.sort_unstable();
+        from.dedup();
+        from
+    }
+
+    /// Whether a tensor's gradient is added up over devices or memories. Where one device computes all and has all in
+    /// its own memory, nothing moves.
+    pub fn is_reduced(&self, tensor: usize) -> bool {
+        let (from, held) = (self.adding(tensor), &self.plan.tensors[tensor].gradient);
+        let alone = from.len() == 1
+            && self.tensors[tensor].whole_gradient == from
+            && held.iter().all(|held| held.holder == Holder::Device(from[0]));
+        !alone
     }
 
     fn find_members(&self) -> Vec<usize> {

@@ -648,8 +648,9 @@ impl<'a> Meter<'a> {
                 let (groups, merged) = (new * bytes.group, self.merged(layer, samples));
                 let Phase { peak, gain, loss } = bytes.begin_backward;
                 let end = (gain + groups).saturating_sub(loss);
-                let peak = peak.max(end).saturating_sub(merged);
-                Phase { peak, gain: gain + groups, loss: loss + merged }
+                let partial = self.partial_gradients(layer);
+                let peak = partial + peak.max(end).saturating_sub(merged);
+                Phase { peak, gain: partial + gain + groups, loss: loss + merged }
             }
             Op::Backward { .. } => {
                 let merged = if normed { 0 } else { self.merged(layer, samples) };

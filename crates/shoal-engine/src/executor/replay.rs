@@ -4,7 +4,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use shoal_kernels::Pass;
 use shoal_kernels::random::fold;
-use shoal_plan::{Instruction, Op, Program, Samples};
+use shoal_plan::{Instruction, Lane, Op, Program, Samples};
 
 use super::Executor;
 use super::step::{Step, StepInput};
@@ -107,9 +107,9 @@ impl Executor {
 }
 
 /// Whether an instruction does nothing but compute on what is on the device already.
-pub(super) fn only_computes(op: &Op) -> bool {
-    matches!(
-        op,
+pub(super) fn only_computes(instruction: &Instruction) -> bool {
+    instruction.lane == Lane::Compute && matches!(
+        instruction.op,
         Op::Begin { .. }
             | Op::Forward { .. }
             | Op::Recompute { .. }
@@ -128,8 +128,6 @@ fn next_key(key: u64, instructions: &[Instruction]) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use shoal_plan::Lane;
-
     use super::*;
 
     #[test]

@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use shoal_data::Inputs;
 use shoal_kernels::Tensor;
-use shoal_nn::{Groups, OptimizerSettings, Saved};
+use shoal_nn::{Groups, OptimizerSettings, Saved, SavedRest};
 use shoal_plan::effects::Value;
-use shoal_plan::{Op, Samples};
+use shoal_plan::{Layout, Op, Samples};
 
 use crate::error::{EngineError, Result};
 
@@ -106,17 +106,25 @@ impl StepOutcome {
 pub(super) enum Stored {
     Tensor(Tensor),
     Saved(Box<Saved>),
+    /// A kept input whose bytes are in host memory.
+    Offloaded(Box<(SavedRest, Option<Vec<u8>>)>),
 }
 
 /// One step under way.
 pub(super) struct Step<'a> {
     pub(super) input: &'a StepInput<'a>,
+    /// The table, where others have a part in it.
+    pub(super) layout: Option<&'a Layout<'a>>,
+    /// Which of its devices this is.
+    pub(super) device: usize,
     pub(super) training: bool,
     pub(super) values: HashMap<Value, Stored>,
     /// What batch norms know of their groups, by layer.
     pub(super) groups: HashMap<usize, Groups>,
-    /// Samples that the program loads.
+    /// Samples of the global batch.
     pub(super) global_batch: usize,
+    /// Targets among the samples that were loaded here.
+    pub(super) own_targets: u64,
     /// What the end of the step reads from the device.
     pub(super) sums_loss: bool,
     pub(super) measures_norm: bool,
@@ -153,14 +161,21 @@ impl Step<'_> {
     pub(super) fn take_tensor(&mut self, value: Value) -> Tensor {
         match self.take(value) {
             Stored::Tensor(tensor) => tensor,
-            Stored::Saved(_) => panic!("{value:?} is no tensor"),
+            _ => panic!("{value:?} is no tensor"),
         }
     }
 
     pub(super) fn take_saved(&mut self, value: Value) -> Saved {
         match self.take(value) {
             Stored::Saved(saved) => *saved,
-            Stored::Tensor(_) => panic!("{value:?} is a tensor"),
+            _ => panic!("{value:?} is nothing that a layer saved"),
+        }
+    }
+
+    pub(super) fn take_offloaded(&mut self, value: Value) -> (SavedRest, Option<Vec<u8>>) {
+        match self.take(value) {
+            Stored::Offloaded(offloaded) => *offloaded,
+            _ => panic!("{value:?} is not in host memory"),
         }
     }
 
@@ -170,11 +185,7 @@ impl Step<'_> {
 
     pub(super) fn count_targets(&self) -> Result {
         if self.training && self.outcome.targets == 0 {
-            let samples = self.values.keys().filter_map(|value| match value {
-                Value::Inputs(samples) => Some(samples.count()),
-                _ => None,
-            });
-            return Err(EngineError::NoTargets { step: self.input.step + 1, samples: samples.sum() });
+            return Err(EngineError::NoTargets { step: self.input.step + 1, samples: self.global_batch });
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! [`Device`] for the CPU: each operation enters the device's thread pool and calls its kernel.
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::CpuDevice;
@@ -77,6 +78,20 @@ impl Device for CpuDevice {
 
     fn host_floats<'a>(&self, tensor: &'a Tensor) -> Result<Cow<'a, [f32]>> {
         Ok(Cow::Borrowed(tensor.floats()))
+    }
+
+    fn host_bytes<'a>(&self, tensor: &'a Tensor, elements: Range<usize>) -> Result<Cow<'a, [u8]>> {
+        Ok(Cow::Borrowed(tensor.bytes_of(elements)))
+    }
+
+    fn write_bytes(
+        &self,
+        tensor: &mut Tensor,
+        elements: Range<usize>,
+        fill: &mut dyn FnMut(&mut [u8]),
+    ) -> Result {
+        fill(tensor.bytes_of_mut(elements));
+        Ok(())
     }
 
     fn write_integers(&self, tensor: &mut Tensor, values: &[i32]) -> Result {

@@ -2,6 +2,7 @@
 //! multiples of 256 bytes, which kernels that take no stride count on.
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
 use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, launch, piece};
@@ -168,6 +169,27 @@ impl Device for CudaDevice {
         // SAFETY: as above.
         unsafe { self.context.copy_out(&mut halves, at) }?;
         Ok(Cow::Owned(halves.into_iter().map(|bits| element.decode(bits)).collect()))
+    }
+
+    fn host_bytes<'a>(&self, tensor: &'a Tensor, elements: Range<usize>) -> Result<Cow<'a, [u8]>> {
+        assert!(elements.start <= elements.end && elements.end <= tensor.len());
+        let mut bytes = vec![0u8; elements.len() * tensor.element().bytes()];
+        // SAFETY: the tensor is that long.
+        unsafe { self.context.copy_out(&mut bytes, tensor.at(elements.start).0) }?;
+        Ok(Cow::Owned(bytes))
+    }
+
+    fn write_bytes(
+        &self,
+        tensor: &mut Tensor,
+        elements: Range<usize>,
+        fill: &mut dyn FnMut(&mut [u8]),
+    ) -> Result {
+        assert!(elements.start <= elements.end && elements.end <= tensor.len());
+        let mut bytes = vec![0u8; elements.len() * tensor.element().bytes()];
+        fill(&mut bytes);
+        // SAFETY: the tensor is that long and ours to write.
+        unsafe { self.context.copy_in(tensor.at(elements.start).0, &bytes) }
     }
 
     fn write_integers(&self, tensor: &mut Tensor, values: &[i32]) -> Result {

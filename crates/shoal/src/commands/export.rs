@@ -47,7 +47,7 @@ pub fn run(options: Options) -> Result {
         .tensors
         .iter()
         .zip(&chain.tensors)
-        .map(|(held, spec)| spec.turn_out(held.parameter.floats()))
+        .map(|(held, spec)| spec.turn_out(held.parameter().floats()))
         .collect();
     let tensors: Vec<TensorData> = chain
         .tensors

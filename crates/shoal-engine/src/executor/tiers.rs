@@ -1,0 +1,258 @@
+//! The optimizer's side of a step: the norm of what is held here, and updates of slices in whichever memory they lie.
+
+use shoal_kernels::device::SCALAR_ELEMENTS;
+use shoal_kernels::{CpuDevice, Device, Guard, Sgd, Tensor, Updated};
+use shoal_nn::OptimizerSettings;
+use shoal_plan::{Holder, Instruction, Op, Tier};
+
+use super::Executor;
+use super::moves::Job;
+use super::step::Step;
+use crate::disk::DiskSlice;
+use crate::error::Result;
+use crate::state::{Held, HeldSlice, Kept, SliceTensors};
+
+/// What an update is given beside tensors.
+#[derive(Clone, Copy)]
+struct Terms {
+    settings: OptimizerSettings,
+    lr: f64,
+    /// The number of this update, from 1.
+    update: u64,
+    scale: f32,
+}
+
+impl Terms {
+    fn of(step: &Step) -> Terms {
+        let input = step.input;
+        let settings = *input.optimizer.expect("a training program comes with an optimizer");
+        Terms { settings, lr: input.lr, update: input.updates + 1, scale: input.loss_scale }
+    }
+
+    /// Updates tensors. Of running statistics the share is said that a step's have in them.
+    fn apply<'a>(
+        &self,
+        device: &dyn Device,
+        (loss, norm_squared): (&Tensor, &Tensor),
+        all: impl Iterator<Item = (Option<f32>, Updated<'a>)>,
+    ) -> Result {
+        let mut tensors = Vec::new();
+        let mut running: Vec<(f32, Vec<Updated>)> = Vec::new();
+        for (share, updated) in all {
+            match (share, running.iter_mut().find(|(other, _)| Some(*other) == share)) {
+                (None, _) => tensors.push(updated),
+                (Some(_), Some((_, known))) => known.push(updated),
+                (Some(share), None) => running.push((share, vec![updated])),
+            }
+        }
+        let Terms { settings, lr, update, scale } = *self;
+        let guard = Guard { norm_squared, loss, scale, clip_norm: settings.clip_norm };
+        settings.apply(device, lr, update, guard, &mut tensors)?;
+        // Statistics are no gradients: neither the loss scale nor clipping reaches them.
+        let unclipped = Guard { scale: 1.0, clip_norm: None, ..guard };
+        for (share, mut all) in running {
+            let settings = Sgd { lr: share, momentum: 0.0, update };
+            device.sgd(&settings, unclipped, &mut all)?;
+        }
+        Ok(())
+    }
+}
+
+/// How a tensor is updated: running statistics by the share of a step's in them, others with this decay.
+#[derive(Clone, Copy)]
+struct Kind {
+    running: Option<f32>,
+    weight_decay: f32,
+}
+
+impl Kind {
+    /// The tensors of a slice, to be updated.
+    fn updated<'a>(
+        self,
+        gradient: &'a Tensor,
+        parameter: &'a mut Tensor,
+        state: &'a mut [Tensor],
+        copy: Option<&'a mut Tensor>,
+    ) -> (Option<f32>, Updated<'a>) {
+        // p -= share * (p - value), the sum being the value's negative: descent with a decay of one.
+        let state = if self.running.is_some() { &mut [][..] } else { state };
+        (self.running, Updated { gradient, state, parameter, copy, weight_decay: self.weight_decay })
+    }
+}
+
+impl Executor {
+    fn kind(&self, terms: &Terms, tensor: usize) -> Kind {
+        let spec = &self.chain.tensors[tensor];
+        let weight_decay = if spec.running.is_some() { 1.0 } else { terms.settings.decay_of(spec) };
+        Kind { running: spec.running, weight_decay }
+    }
+
+    /// The norm of the gradient where all of it is here.
+    pub(super) fn gradient_norm(&mut self, step: &Step) -> Result {
+        if step.layout.is_none() {
+            let trained = self.state.tensors.iter().zip(&self.chain.tensors);
+            let trained = trained.filter(|(_, spec)| spec.running.is_none());
+            let gradients: Vec<&Tensor> =
+                trained.filter_map(|(held, _)| held.gradient.as_ref().map(|sum| &sum.sum)).collect();
+            return Ok(self.device.sum_squares(&gradients, &mut self.norm_squared)?);
+        }
+        let squares = self.squares(step)?;
+        Ok(self.device.set_scalar(&mut self.norm_squared, squares)?)
+    }
+
+    /// The sum of squares of the gradients that are this device's to count.
+    pub(super) fn squares(&mut self, step: &Step) -> Result<f64> {
+        let layout = step.layout.expect("shares are of a table");
+        let (mut on_device, mut on_host, mut others) = (Vec::new(), Vec::new(), 0.0);
+        for (tensor, held) in self.state.tensors.iter().enumerate() {
+            if self.chain.tensors[tensor].running.is_some() {
+                continue;
+            }
+            let counted = layout.normed_slices(tensor, step.device);
+            let sum = held.gradient.as_ref().filter(|_| held.whole().is_some());
+            let here = |held: &&shoal_plan::Held| held.holder == Holder::Device(step.device);
+            let counted_here: usize = counted.iter().filter(here).map(|held| held.slice.count()).sum();
+            if let Some(sum) = sum.filter(|_| counted_here == held.elements) {
+                on_device.push(&sum.sum);
+            }
+            for part in counted.iter().filter(|part| !here(part) || counted_here < held.elements) {
+                match (sum.filter(|_| here(&part)), slice_of(held, part)) {
+                    (Some(sum), _) => others += squares(&self.device.host_floats(&sum.sum)?[part.slice.range()]),
+                    (None, HeldSlice { kept: Kept::Disk(disk), .. }) => {
+                        let mut gradient = vec![0.0; disk.elements];
+                        disk.read_gradient(&mut gradient)?;
+                        others += squares(&gradient);
+                    }
+                    (None, slice) => {
+                        let gradient = slice.tensors().gradient.as_ref().expect("gradients are added up");
+                        match slice.tier {
+                            Tier::Device => on_device.push(gradient),
+                            _ => on_host.push(gradient),
+                        }
+                    }
+                }
+            }
+        }
+        self.device.sum_squares(&on_device, &mut self.norm_squared)?;
+        let mut total = self.device.scalar(&self.norm_squared)? + others;
+        if !on_host.is_empty() {
+            let host = &self.tiers.host;
+            let mut sum = Tensor::new(host.arena(), "the norm of gradients on the host", SCALAR_ELEMENTS)?;
+            host.sum_squares(&on_host, &mut sum)?;
+            total += host.scalar(&sum)?;
+        }
+        Ok(total)
+    }
+
+    /// Updates of several tensors in the device's own memory, at once.
+    pub(super) fn update(&mut self, step: &Step, updates: &[Instruction]) -> Result {
+        let terms = Terms::of(step);
+        let mut wanted = vec![None; self.state.tensors.len()];
+        for instruction in updates {
+            if let Op::Update { tensor, .. } = instruction.op {
+                wanted[tensor] = Some(self.kind(&terms, tensor));
+            }
+        }
+        let held = self.state.tensors.iter_mut().zip(wanted);
+        let tensors = held.filter_map(|(held, kind)| Some((held, kind?))).flat_map(|(held, kind)| {
+            let Held { elements, slices, copy, gradient, .. } = held;
+            let whole = slices.iter().any(|held| held.tier == Tier::Device && held.slice.count() == *elements);
+            let mut sum = gradient.as_mut().filter(|_| whole);
+            if let Some(sum) = &mut sum {
+                sum.started = false;
+            }
+            let (sum, mut copy) = (sum.map(|sum| &sum.sum), copy.as_mut().filter(|_| whole));
+            slices.iter_mut().filter(|held| held.tier == Tier::Device).map(move |held| {
+                held.advance(step);
+                let SliceTensors { parameter, gradient, optimizer } = held.tensors_mut();
+                let gradient = sum.or(gradient.as_ref()).expect("the gradient was summed before the update");
+                kind.updated(gradient, parameter, optimizer, copy.take())
+            })
+        });
+        terms.apply(&*self.device, (&self.loss, &self.norm_squared), tensors)
+    }
+
+    /// The update of a tensor's slices in another memory.
+    pub(super) fn start_update(&mut self, step: &Step, tensor: usize, at: Tier) -> Result<Job> {
+        let terms = Terms::of(step);
+        let kind = self.kind(&terms, tensor);
+        let decided = self.device.scalars(&[&self.loss, &self.norm_squared])?;
+        let mut slices = Vec::new();
+        let held = self.state.tensors[tensor].slices.iter_mut().enumerate();
+        for (place, held) in held.filter(|(_, held)| held.tier == at) {
+            held.advance(step);
+            slices.push((place, std::mem::replace(&mut held.kept, Kept::Lent)));
+        }
+        let host = self.tiers.host.clone();
+        Ok(Box::new(move || {
+            let updated = slices.iter_mut().try_for_each(|(_, kept)| update_slice(&host, &terms, kind, &decided, kept));
+            Box::new(move |executor, _| {
+                for (place, kept) in slices {
+                    executor.state.tensors[tensor].slices[place].kept = kept;
+                }
+                updated
+            })
+        }))
+    }
+}
+
+impl HeldSlice {
+    /// Raises the version from the step's to the next.
+    fn advance(&mut self, step: &Step) {
+        assert_eq!(self.version, step.input.step, "a slice is at another version than the step");
+        self.version += 1;
+    }
+}
+
+fn slice_of<'a>(held: &'a Held, part: &shoal_plan::Held) -> &'a HeldSlice {
+    let tier = part.holder.tier();
+    let found = held.slices.iter().find(|held| {
+        held.tier == tier && held.slice.start <= part.slice.start && part.slice.end <= held.slice.end
+    });
+    found.expect("the state is as the table says")
+}
+
+fn squares(values: &[f32]) -> f64 {
+    values.iter().map(|value| f64::from(*value).powi(2)).sum()
+}
+
+fn update_slice(host: &CpuDevice, terms: &Terms, kind: Kind, decided: &[f64], kept: &mut Kept) -> Result {
+    let scalar = |value: f64| -> Result<Tensor> {
+        let mut scalar = Tensor::new(host.arena(), "what an update on the host goes by", SCALAR_ELEMENTS)?;
+        host.set_scalar(&mut scalar, value)?;
+        Ok(scalar)
+    };
+    let (loss, norm_squared) = (scalar(decided[0])?, scalar(decided[1])?);
+    let apply = |tensors: &mut SliceTensors| {
+        let SliceTensors { parameter, gradient, optimizer } = tensors;
+        let gradient = gradient.as_ref().expect("the gradient was summed before the update");
+        let updated = kind.updated(gradient, parameter, optimizer, None);
+        terms.apply(host, (&loss, &norm_squared), std::iter::once(updated))
+    };
+    match kept {
+        Kept::Memory(tensors) => apply(tensors),
+        Kept::Disk(disk) => {
+            let mut tensors = read(host, disk)?;
+            apply(&mut tensors)?;
+            disk.write_parameter(tensors.parameter.floats())?;
+            let mut states = tensors.optimizer.iter().enumerate();
+            states.try_for_each(|(number, state)| disk.write_state(number, state.floats()))
+        }
+        Kept::Lent => panic!("a slice is updated twice at once"),
+    }
+}
+
+/// A slice from its disk, in host memory for as long as it is updated.
+fn read(host: &CpuDevice, disk: &DiskSlice) -> Result<SliceTensors> {
+    let room = || Tensor::new(host.arena(), "a slice from a disk", disk.elements);
+    let (mut parameter, mut gradient) = (room()?, room()?);
+    disk.read_parameter(parameter.floats_mut())?;
+    disk.read_gradient(gradient.floats_mut())?;
+    let mut optimizer = Vec::with_capacity(disk.states);
+    for state in 0..disk.states {
+        let mut tensor = room()?;
+        disk.read_state(state, tensor.floats_mut())?;
+        optimizer.push(tensor);
+    }
+    Ok(SliceTensors { parameter, gradient: Some(gradient), optimizer })
+}

@@ -1,0 +1,247 @@
+//! A device's way through its list: instructions start in its order, each when what it comes after has finished and its
+//! lane is free; those that may start ahead do so as soon as they can. What only computes is done here and now. The rest
+//! is under way elsewhere meanwhile, and lands between two instructions.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use shoal_plan::{Instruction, Lane, Layout, Op, Program, Purpose, Tier};
+
+use super::moves::Land;
+use super::replay::only_computes;
+use super::step::{Step, StepInput, StepOutcome};
+use super::{Executor, Replay};
+use crate::error::{EngineError, Result};
+
+/// How a job ended: what is left to do here, or what it panicked with.
+type Ended = (usize, std::thread::Result<Land>);
+
+/// How far a program has come.
+struct Course<'a> {
+    instructions: &'a [Instruction],
+    place_of: HashMap<u32, usize>,
+    is_started: Vec<bool>,
+    is_finished: Vec<bool>,
+    /// Places that may start from a place before their own.
+    early: Vec<Vec<usize>>,
+    /// Those of them that have not.
+    waiting: Vec<usize>,
+    /// Lanes that are busy with an instruction elsewhere.
+    busy: Vec<Lane>,
+    under_way: usize,
+    ends: Sender<Ended>,
+    ended: Receiver<Ended>,
+}
+
+impl<'a> Course<'a> {
+    fn new(program: &'a Program) -> Course<'a> {
+        let instructions = &program.instructions[..];
+        let mut early = vec![Vec::new(); instructions.len()];
+        for (place, instruction) in instructions.iter().enumerate().filter(|(_, next)| next.ahead > 0) {
+            early[place.saturating_sub(instruction.ahead as usize)].push(place);
+        }
+        let (ends, ended) = channel();
+        Course {
+            instructions,
+            place_of: instructions.iter().enumerate().map(|(place, next)| (next.id, place)).collect(),
+            is_started: vec![false; instructions.len()],
+            is_finished: vec![false; instructions.len()],
+            early,
+            waiting: Vec::new(),
+            busy: Vec::new(),
+            under_way: 0,
+            ends,
+            ended,
+        }
+    }
+
+    /// Whether what it comes after has finished and its lane is free.
+    fn may_start(&self, place: usize) -> bool {
+        let instruction = &self.instructions[place];
+        let done = |id: &u32| self.place_of.get(id).is_some_and(|place| self.is_finished[*place]);
+        !self.busy.contains(&instruction.lane) && instruction.after.iter().all(done)
+    }
+
+    /// How many instructions from a place on can be handed to the device together.
+    fn together(&self, place: usize, like: impl Fn(&Instruction) -> bool) -> usize {
+        let ready = |next: &usize| {
+            let done = |id: &u32| {
+                let earlier = self.place_of.get(id);
+                earlier.is_some_and(|at| self.is_finished[*at] || (place..*next).contains(at))
+            };
+            let instruction = &self.instructions[*next];
+            like(instruction) && instruction.after.iter().all(done)
+        };
+        (place..self.instructions.len()).take_while(ready).count()
+    }
+
+    fn finish(&mut self, places: std::ops::Range<usize>) {
+        self.is_started[places.clone()].fill(true);
+        self.is_finished[places].fill(true);
+    }
+}
+
+impl Executor {
+    pub(super) fn walk(
+        &mut self,
+        program: &Program,
+        layout: Option<&Layout>,
+        input: &StepInput,
+    ) -> Result<StepOutcome> {
+        for sum in [&mut self.loss, &mut self.discarded_loss, &mut self.correct] {
+            self.device.zero(sum)?;
+        }
+        if self.chain.drops() {
+            self.device.set_scalar(&mut self.step_number, input.step as f64)?;
+        }
+        let mut step = Step {
+            input,
+            layout,
+            device: program.device,
+            training: program.purpose == Purpose::Train,
+            values: HashMap::new(),
+            groups: HashMap::new(),
+            global_batch: layout.map_or_else(|| program.loaded_samples(), |layout| layout.plan.global_batch),
+            own_targets: 0,
+            sums_loss: false,
+            measures_norm: false,
+            outcome: StepOutcome::default(),
+        };
+        let mut course = Course::new(program);
+        let walked = self.start_all(&mut course, &mut step);
+        if let (Err(error), Some(fabric)) = (&walked, &self.fabric) {
+            // Those who wait for this device end too; so do our own threads, which then give back what they have.
+            fabric.abort(&error.to_string());
+        }
+        // After a failure what else fails is a consequence.
+        let landed = self.land_all(&mut course, &mut step);
+        walked.and(landed)?;
+        // The device has its work; what the next step needs is read and sent behind it.
+        if let Some(next) = input.next.filter(|_| self.held.is_empty() && layout.is_none()) {
+            self.read_ahead(program, input.step + 1, next)?;
+        }
+        self.finish(&mut step)?;
+        Ok(step.outcome)
+    }
+
+    fn start_all(&mut self, course: &mut Course, step: &mut Step) -> Result {
+        let mut place = 0;
+        while place < course.instructions.len() {
+            let early = std::mem::take(&mut course.early[place]);
+            course.waiting.extend(early);
+            self.land_ended(course, step)?;
+            self.start_early(course, step)?;
+            if course.is_started[place] {
+                place += 1;
+                continue;
+            }
+            while !course.may_start(place) {
+                self.land_next(course, step)?;
+                self.start_early(course, step)?;
+            }
+            // One that may start ahead may just have.
+            if !course.is_started[place] {
+                place += self.start(course, step, place)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts what may start ahead and can.
+    fn start_early(&mut self, course: &mut Course, step: &mut Step) -> Result {
+        let mut place = 0;
+        while place < course.waiting.len() {
+            let next = course.waiting[place];
+            if course.is_started[next] {
+                course.waiting.remove(place);
+            } else if course.may_start(next) {
+                course.waiting.remove(place);
+                self.start(course, step, next)?;
+            } else {
+                place += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts the instruction at a place, and those after it that reach the device with it; says how many.
+    fn start(&mut self, course: &mut Course, step: &mut Step, place: usize) -> Result<usize> {
+        let instruction = &course.instructions[place];
+        let on_device = |next: &Instruction| matches!(next.op, Op::Update { at: Tier::Device, .. });
+        // Instructions of a kind that stand together reach the device together: updates, because most tensors
+        // are small, and what only computes, because it may be known already.
+        let count = if on_device(instruction) {
+            let count = course.together(place, on_device);
+            self.update(step, &course.instructions[place..place + count])?;
+            self.stamp(Some(instruction.op))?;
+            count
+        } else if only_computes(instruction) && step.training {
+            let count = match self.replay {
+                Replay::Nothing => 1,
+                _ => course.together(place, only_computes),
+            };
+            self.compute(step, &course.instructions[place..place + count])?;
+            count
+        } else if instruction.lane == Lane::Compute || matches!(instruction.op, Op::Load { .. }) {
+            self.execute(step, instruction)?;
+            1
+        } else {
+            let job = self.start_move(step, instruction)?;
+            let ends = course.ends.clone();
+            let work = move || {
+                let landing = catch_unwind(AssertUnwindSafe(job));
+                // Whoever started it waits for it; if not, there is nobody to tell.
+                let _ = ends.send((place, landing));
+            };
+            self.lanes.start(work).map_err(|source| EngineError::Thread { source })?;
+            course.under_way += 1;
+            course.is_started[place] = true;
+            if instruction.lane != Lane::Network {
+                course.busy.push(instruction.lane);
+            }
+            return Ok(1);
+        };
+        course.finish(place..place + count);
+        Ok(count)
+    }
+
+    /// Lands whatever has ended.
+    fn land_ended(&mut self, course: &mut Course, step: &mut Step) -> Result {
+        while let Ok(ended) = course.ended.try_recv() {
+            self.land(course, step, ended)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for something to end.
+    fn land_next(&mut self, course: &mut Course, step: &mut Step) -> Result {
+        assert!(course.under_way > 0, "an instruction waits for one that never starts");
+        let ended = course.ended.recv().expect("the course keeps a way in");
+        self.land(course, step, ended)
+    }
+
+    /// Waits for all that is under way; the first failure is what is told.
+    fn land_all(&mut self, course: &mut Course, step: &mut Step) -> Result {
+        let mut result = Ok(());
+        while course.under_way > 0 {
+            let landed = self.land_next(course, step);
+            if let (Err(error), Ok(()), Some(fabric)) = (&landed, &result, &self.fabric) {
+                fabric.abort(&error.to_string());
+            }
+            result = result.and(landed);
+        }
+        result
+    }
+
+    fn land(&mut self, course: &mut Course, step: &mut Step, (place, landing): Ended) -> Result {
+        course.under_way -= 1;
+        course.is_finished[place] = true;
+        let lane = course.instructions[place].lane;
+        course.busy.retain(|busy| *busy != lane);
+        match landing {
+            Ok(land) => land(self, step),
+            Err(panic) => resume_unwind(panic),
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! Any table trains the same model. Random tables from the whole space, on devices inside one process: the losses are the
+//! single device's, the memory stays within the forecast, the same table gives the same bits.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use shoal_data::Inputs;
+use shoal_engine::executor::Batch;
+use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome, Tiers};
+use shoal_kernels::random::{fill_normal, fold, key_of, mix64};
+use shoal_kernels::{Arena, CpuDevice, Device};
+use shoal_model::{Chain, Precision, TensorSpec};
+use shoal_net::{Fabric, Settings, in_process};
+use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
+use shoal_plan::draw::{self, Draw};
+use shoal_plan::memory::forecast_in;
+use shoal_plan::one_device::table;
+use shoal_plan::{
+    Activations, DeviceOffer, Layout, Plan, Program, Purpose, StepShape, compile, verify_all,
+};
+
+const HOST_BYTES: u64 = 256 << 20;
+const STEPS: u64 = 12;
+/// What losses may differ by, relative to their size: sums are added up in another order.
+const TOLERANCE: f64 = 1e-5;
+
+/// Random tokens or images; some targets are ignored.
+struct RandomBatch {
+    classes: usize,
+    step: u64,
+}
+
+impl Batch for RandomBatch {
+    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result<(), EngineError> {
+        let each = targets.len() / samples.len();
+        let draw = |at: usize| mix64(fold(self.step, at as u64));
+        let mut counting = vec![each; samples.len()];
+        let draw_tokens = |tokens: &mut [i32]| {
+            for (place, token) in tokens.iter_mut().enumerate() {
+                *token = (draw(samples.start * each + place) % self.classes as u64) as i32;
+            }
+        };
+        match inputs {
+            Inputs::Tokens(tokens) => draw_tokens(tokens),
+            Inputs::Padded(tokens, lengths) => {
+                draw_tokens(tokens);
+                for ((sample, length), counting) in samples.clone().zip(lengths).zip(&mut counting) {
+                    *counting = 1 + (mix64(77 + sample as u64) % each as u64) as usize;
+                    *length = *counting as i32;
+                }
+            }
+            Inputs::Images(images) => {
+                let before = samples.start * (images.len() / samples.len());
+                fill_normal(images, fold(9, self.step), before as u64, 1.0);
+            }
+        }
+        for (place, target) in targets.iter_mut().enumerate() {
+            let at = samples.start * each + place;
+            let padding = place % each >= counting[place / each];
+            let ignored = padding || ((draw(at) >> 40).is_multiple_of(4) && at > 0);
+            *target = if ignored { -100 } else { ((draw(at) >> 20) % self.classes as u64) as i32 };
+        }
+        Ok(())
+    }
+}
+
+fn optimizer() -> OptimizerSettings {
+    OptimizerSettings {
+        kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
+        lr: 1e-3,
+        weight_decay: 0.1,
+        decay: Decay::Matrices,
+        clip_norm: Some(1.0),
+    }
+}
+
+/// Initial parameters, away from zeros and ones.
+fn fill(spec: &TensorSpec, out: &mut [f32]) -> Result<(), EngineError> {
+    init::fill(spec, 3, 0, out);
+    if spec.running.is_none() {
+        let mut noise = vec![0.0; out.len()];
+        fill_normal(&mut noise, key_of(&spec.name), 0, 0.05);
+        out.iter_mut().zip(&noise).for_each(|(value, noise)| *value += noise);
+    }
+    Ok(())
+}
+
+fn classes(chain: &Chain) -> usize {
+    if chain.image.is_some() { 3 } else { 50 }
+}
+
+fn train(
+    executor: &mut Executor,
+    steps: u64,
+    mut run: impl FnMut(&mut Executor, &StepInput) -> Result<StepOutcome, EngineError>,
+) -> Result<Vec<f64>, EngineError> {
+    let (settings, classes) = (optimizer(), classes(executor.chain()));
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let batch = RandomBatch { classes, step };
+        let outcome = run(executor, &StepInput::train(step, 5, 1e-3, &settings, &batch))?;
+        losses.push(outcome.loss());
+    }
+    Ok(losses)
+}
+
+/// The losses of one device that has all.
+fn alone(chain: &Chain, shape: StepShape) -> Vec<f64> {
+    let offer = DeviceOffer {
+        name: "cpu:0".into(),
+        budget_bytes: HOST_BYTES,
+        workspace_bytes: CpuDevice::workspace_bytes(1),
+        rows_enough: CpuDevice::ROWS_ENOUGH,
+    };
+    let plan = table(chain, shape, &offer, shape.global_batch, Activations::Keep, false);
+    let program = compile(&plan, chain, Purpose::Train).unwrap().remove(0);
+    let device: Arc<dyn Device> = Arc::new(CpuDevice::new("cpu:0", 1, HOST_BYTES).unwrap());
+    let mut state =
+        ModelState::allocate(&*device, chain, shape.sequence, shape.precision, Some(&optimizer())).unwrap();
+    state.fill(&*device, chain, fill).unwrap();
+    let mut executor = Executor::new(device, chain.clone(), shape.sequence, state).unwrap();
+    train(&mut executor, STEPS, |executor, input| executor.run(&program, input)).unwrap()
+}
+
+/// A device of the table with a budget of just its forecast.
+fn member(
+    layout: &Layout,
+    program: &Program,
+    fabric: Arc<Fabric>,
+    disk: &std::path::Path,
+) -> (Executor, u64) {
+    let index = program.device;
+    let predicted = forecast_in(program, layout).total();
+    let arena = Arena::poisoned(&format!("cpu:{index}"), predicted).unwrap();
+    let tiers = Tiers {
+        device: Arc::new(CpuDevice::with_arena(arena, 1).unwrap()),
+        host: Arc::new(CpuDevice::new(&format!("host of cpu:{index}"), 1, HOST_BYTES).unwrap()),
+        disk: disk.into(),
+    };
+    let mut state = ModelState::allocate_share(&tiers, layout, index, Some(&optimizer())).unwrap();
+    state.fill_share(&tiers, layout.chain, fill).unwrap();
+    let chain = layout.chain.clone();
+    (Executor::with(tiers, Some(fabric), chain, layout.plan.sequence, state).unwrap(), predicted)
+}
+
+/// The losses that each device of a table saw.
+fn together(plan: &Plan, chain: &Chain, disk: &std::path::Path) -> Vec<Vec<f64>> {
+    let layout = Layout::new(plan, chain);
+    let programs = compile(plan, chain, Purpose::Train).unwrap();
+    verify_all(&programs, plan, chain, Purpose::Train).unwrap();
+    let fabrics = in_process(programs.len(), &Settings::default());
+    std::thread::scope(|scope| {
+        let members = programs.iter().zip(fabrics).filter(|(program, _)| !program.instructions.is_empty());
+        let threads: Vec<_> = members
+            .map(|(program, fabric)| {
+                let layout = &layout;
+                scope.spawn(move || {
+                    let (mut executor, predicted) = member(layout, program, fabric, disk);
+                    let losses =
+                        train(&mut executor, STEPS, |executor, input| executor.run_in(layout, program, input));
+                    let peak = executor.device().arena().peak();
+                    assert!(peak <= predicted, "device {}: {peak} bytes of {predicted}", program.device);
+                    losses.unwrap()
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+struct Case {
+    chain: Chain,
+    plan: Plan,
+    shape: StepShape,
+}
+
+fn case(seed: u64) -> Case {
+    let mut draw = Draw::new(seed);
+    let (chain, sequence) = draw::model(&mut draw);
+    let shape = StepShape { precision: Precision::Fp32, ..draw::step(&mut draw, sequence) };
+    let mut plan = draw::table(&chain, shape, 5, &mut draw);
+    for device in &mut plan.devices {
+        device.workspace_bytes = CpuDevice::workspace_bytes(1);
+    }
+    Case { chain, plan, shape }
+}
+
+fn first_seed() -> u64 {
+    std::env::var("SHOAL_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(0)
+}
+
+fn cases(usual: u64) -> Range<u64> {
+    let count = std::env::var("SHOAL_CASES").ok().and_then(|count| count.parse().ok()).unwrap_or(usual);
+    first_seed()..first_seed() + count
+}
+
+#[test]
+fn any_table_trains_the_same_model() {
+    let disk = tempfile::tempdir().unwrap();
+    let (mut features, mut worst) = (BTreeMap::<&str, usize>::new(), 0f64);
+    let seeds = cases(120);
+    let count = seeds.end - seeds.start;
+    for seed in seeds {
+        let Case { chain, plan, shape } = case(seed);
+        for feature in draw::features(&plan, &chain) {
+            *features.entry(feature).or_default() += 1;
+        }
+        let expected = alone(&chain, shape);
+        let found = std::panic::catch_unwind(|| together(&plan, &chain, disk.path()));
+        let found = found.unwrap_or_else(|_| panic!("SHOAL_SEED={seed} SHOAL_CASES=1: a device failed"));
+        for losses in found {
+            for (step, (loss, expected)) in losses.iter().zip(&expected).enumerate() {
+                let off = (loss - expected).abs() / expected.abs();
+                worst = worst.max(off);
+                assert!(
+                    off <= TOLERANCE,
+                    "SHOAL_SEED={seed} SHOAL_CASES=1: step {step}: {loss}, alone {expected}"
+                );
+            }
+        }
+    }
+    println!("{count} tables, losses off by at most {worst:.1e}");
+    for (feature, tables) in features {
+        println!("{:5.1} % {feature}", 100.0 * tables as f64 / count as f64);
+    }
+}
+
+#[test]
+fn the_same_table_gives_the_same_bits() {
+    let disk = tempfile::tempdir().unwrap();
+    for seed in cases(12) {
+        let Case { chain, plan, .. } = case(1000 + seed);
+        let (first, second) = (together(&plan, &chain, disk.path()), together(&plan, &chain, disk.path()));
+        assert_eq!(first, second, "seed {}", 1000 + seed);
+    }
+}
