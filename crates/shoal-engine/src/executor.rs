@@ -2,6 +2,7 @@
 //! samples and what to keep stand in the instruction. It checks on the way that what the program promised
 //! holds: values are there when used, versions are the step's.
 
+mod between;
 mod moves;
 mod pieces;
 mod replay;
@@ -20,7 +21,7 @@ use step::{Step, Stored};
 use shoal_data::Inputs;
 use shoal_kernels::device::SCALAR_ELEMENTS;
 use shoal_kernels::{Device, Stamp, Tensor};
-use shoal_model::{Chain, LayerKind, Retention};
+use shoal_model::{Chain, LayerKind, Retention, TensorSpec};
 use shoal_net::Fabric;
 use shoal_nn::layer::{self, LossSink};
 use shoal_nn::{Call, Feed, Gradients, Parameters, Randomness, Saved, head};
@@ -29,7 +30,7 @@ use shoal_plan::{Activations, Instruction, Keep, Layout, Op, Program, Samples};
 
 use crate::error::{EngineError, Result};
 use crate::lanes::Lanes;
-use crate::state::{Held, ModelState, Tiers, gradient_room, write};
+use crate::state::{ModelState, Tiers, gradient_room, write};
 
 /// An executor's [`Context`]. No method: that would borrow the sums, which instructions write meanwhile.
 macro_rules! context {
@@ -183,6 +184,26 @@ impl Executor {
         self.go(program, Some(layout), input)
     }
 
+    /// Either of the two.
+    pub fn run_at(
+        &mut self,
+        layout: Option<&Layout>,
+        program: &Program,
+        input: &StepInput,
+    ) -> Result<StepOutcome> {
+        self.go(program, layout, input)
+    }
+
+    /// Sets whatever of the state is here: see [`ModelState::load`].
+    pub fn load_state(
+        &mut self,
+        states: &[&'static str],
+        version: u64,
+        read: impl FnMut(&TensorSpec, &'static str, &mut [f32]) -> Result,
+    ) -> Result {
+        self.state.load(&self.tiers, &self.chain, states, version, read)
+    }
+
     fn go(&mut self, program: &Program, layout: Option<&Layout>, input: &StepInput) -> Result<StepOutcome> {
         let device = self.device.clone();
         let mut result = Ok(StepOutcome::default());
@@ -268,7 +289,8 @@ impl Executor {
     fn read(&self, batch: &dyn Batch, samples: Samples, wanted: Wanted) -> Result<Loaded> {
         let (arena, device) = (self.device.arena(), &*self.device);
         let elements = samples.count() * self.chain.input_elements(self.sequence);
-        let room = |what: &str, elements: usize| Tensor::new(arena, &format!("the {what} of {samples}"), elements);
+        let room =
+            |what: &str, elements: usize| Tensor::new(arena, &format!("the {what} of {samples}"), elements);
         let mut inputs = wanted.inputs.then(|| room("inputs", elements)).transpose()?;
         let mut target_ids = vec![0; samples.count() * self.chain.targets(self.sequence)];
         let mut lengths = None;
@@ -395,10 +417,11 @@ impl Executor {
 
     fn recompute(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
         let offloaded = step.layout.and_then(|layout| layout.share(step.device, layer, samples));
-        let input = step.take_saved(match offloaded.is_some_and(|share| share.activations == Activations::Offload) {
-            true => Value::Restored { layer, samples },
-            false => Value::Input { layer, samples },
-        });
+        let input =
+            step.take_saved(match offloaded.is_some_and(|share| share.activations == Activations::Offload) {
+                true => Value::Restored { layer, samples },
+                false => Value::Input { layer, samples },
+            });
         let loss = LossSink { sum: &mut self.discarded_loss, scale: step.loss_scale(), correct: None };
         let (call, parameters) = context!(self).layer(step, layer, samples, true);
         let saved = layer::recompute(&self.chain.layers[layer].kind, &call, &parameters, input, Some(loss))?;
@@ -503,13 +526,6 @@ impl Executor {
         }
         Ok(())
     }
-
-    /// The norm of all parameters together: not a number as soon as one of them is not.
-    pub fn parameter_norm(&mut self) -> Result<f64> {
-        let parameters: Vec<&Tensor> = self.state.tensors.iter().map(Held::parameter).collect();
-        self.device.sum_squares(&parameters, &mut self.norm_squared)?;
-        Ok(self.device.scalar(&self.norm_squared)?.sqrt())
-    }
 }
 
 /// What instructions of a layer read, borrowed apart from what they write.
@@ -523,7 +539,13 @@ struct Context<'a> {
 
 impl<'a> Context<'a> {
     /// What one of the layer's instructions is handed.
-    fn layer(&self, step: &Step, layer: usize, samples: Samples, backward: bool) -> (Call<'a>, Parameters<'a>) {
+    fn layer(
+        &self,
+        step: &Step,
+        layer: usize,
+        samples: Samples,
+        backward: bool,
+    ) -> (Call<'a>, Parameters<'a>) {
         (self.call(step, layer, samples), self.parameters(step, layer, backward))
     }
 

@@ -24,19 +24,16 @@ fn candidates(name: &str) -> Vec<String> {
 
 /// Reads every parameter; a missing or misshapen tensor is an error that names it.
 pub fn import(folder: &Folder, device: &dyn Device, chain: &Chain, state: &mut ModelState) -> Result {
-    import_or(folder, device, chain, state, |_, _| false)
+    state.fill(device, chain, reader(folder, |_, _| false))
 }
 
-/// The same, but for tensors that `instead` sets; it says which.
-pub fn import_or(
+/// Reads one parameter after the other, but for tensors that `instead` sets; it says which.
+pub fn reader(
     folder: &Folder,
-    device: &dyn Device,
-    chain: &Chain,
-    state: &mut ModelState,
     mut instead: impl FnMut(&TensorSpec, &mut [f32]) -> bool,
-) -> Result {
+) -> impl FnMut(&TensorSpec, &mut [f32]) -> Result {
     let mut theirs = Vec::new();
-    state.fill(device, chain, |spec, out| {
+    move |spec, out| {
         if instead(spec, out) {
             return Ok(());
         }
@@ -47,7 +44,7 @@ pub fn import_or(
         folder.read(&candidates(&spec.name), &spec.shape, &mut theirs)?;
         spec.turn_in(&theirs, out);
         Ok(())
-    })
+    }
 }
 
 #[cfg(test)]

@@ -30,5 +30,5 @@ pub mod state;
 pub use error::EngineError;
 pub use executor::{Executor, Replay, StepInput, StepOutcome};
 pub use loss_scale::LossScale;
-pub use run::{Interval, Run, RunEvent, RunSettings, StopReason};
+pub use run::{Interval, KindRate, Ledger, Run, RunEvent, RunSettings, StopReason};
 pub use state::{ModelState, Tiers};

@@ -5,15 +5,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use shoal_data::{Dataset, Inputs, Order};
-use shoal_kernels::Tensor;
 use shoal_model::{Chain, Precision};
 use shoal_nn::{OptimizerSettings, Schedule};
-use shoal_plan::one_device::table;
-use shoal_plan::{Activations, DeviceOffer, Plan, Program, Purpose, StepShape, compile, verify};
+use shoal_plan::{Layout, Plan, Program, Purpose, compile, verify};
 use shoal_state::checkpoint::{Checkpoint, Entry, Header, Store};
 
 use crate::error::{EngineError, Result};
@@ -21,7 +20,7 @@ use crate::executor::{Batch, Executor, StepInput, StepOutcome};
 use crate::identity::Identity;
 use crate::loss_scale::LossScale;
 use crate::metrics::{Metrics, StepRecord};
-use crate::state::write;
+use crate::state::PARAMETER;
 
 /// How often something is due.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -52,11 +51,26 @@ pub struct RunSettings {
     pub checkpoint_every: Interval,
     pub checkpoints_kept: usize,
     pub eval_every: Option<Interval>,
-    /// Operations of one sample's training step.
-    pub flops_per_sample: u64,
-    /// The device's kind and measured matrix rate.
-    pub device_kind: String,
-    pub peak_flops_per_second: f64,
+    /// By kind of device.
+    pub rates: Vec<KindRate>,
+    /// Of a step, where the plan was simulated.
+    pub predicted_seconds: Option<f64>,
+    /// Of all devices together, where they have prices.
+    pub dollars_per_hour: Option<f64>,
+}
+
+/// Devices of a kind: their share of a step's operations, and their matrix rate, all together.
+#[derive(Clone, Debug)]
+pub struct KindRate {
+    pub kind: String,
+    pub flops: f64,
+    pub flops_per_second: f64,
+}
+
+impl KindRate {
+    fn mfu(&self, seconds: f64) -> f64 {
+        self.flops / seconds / self.flops_per_second
+    }
 }
 
 /// What happened, for whoever shows it.
@@ -87,19 +101,35 @@ impl Batch for Window<'_> {
     }
 }
 
+/// What the first of a run's workers keeps for all.
+struct Books {
+    identity: Identity,
+    store: Store,
+    metrics: Metrics,
+}
+
+/// Where a run writes: the first of its workers is given it.
+pub struct Ledger {
+    pub identity: Identity,
+    pub store: Store,
+}
+
+/// One worker's side of a run. Where the plan has several, each has its own, and all go from step to step together; the
+/// first keeps the books and decides what the others then do too: evaluate, save, stop.
 pub struct Run {
     settings: RunSettings,
-    identity: Identity,
     executor: Executor,
-    plan: Plan,
+    plan: Arc<Plan>,
+    chain: Arc<Chain>,
     program: Program,
+    /// The plan's devices that take part.
+    members: Vec<usize>,
     data: Dataset,
     order: Order,
     eval_data: Option<Dataset>,
-    /// Evaluation programs by number of samples: whole batches, and the last one.
-    eval_programs: HashMap<usize, Program>,
-    store: Store,
-    metrics: Metrics,
+    /// Evaluation plans and programs by number of samples: whole batches, and the last one.
+    eval_programs: HashMap<usize, (Arc<Plan>, Program)>,
+    books: Option<Books>,
     /// Steps completed.
     step: u64,
     /// In fp16.
@@ -107,43 +137,73 @@ pub struct Run {
     last_saved: Option<u64>,
 }
 
+/// What follows a step.
+#[derive(Clone, Copy, Default, PartialEq)]
+struct Verdict {
+    evaluates: bool,
+    saves: bool,
+    stops: bool,
+}
+
+impl Verdict {
+    fn number(self) -> f64 {
+        f64::from(u8::from(self.evaluates) | u8::from(self.saves) << 1 | u8::from(self.stops) << 2)
+    }
+
+    fn of(number: f64) -> Verdict {
+        let bits = number as u8;
+        Verdict { evaluates: bits & 1 > 0, saves: bits & 2 > 0, stops: bits & 4 > 0 }
+    }
+}
+
 impl Run {
     /// A run that goes on from `checkpoint`, or starts at the executor's parameters.
     #[allow(clippy::too_many_arguments)] // the parts of a run, each made by the caller
     pub fn new(
         settings: RunSettings,
-        identity: Identity,
+        ledger: Option<Ledger>,
         mut executor: Executor,
         plan: Plan,
         program: Program,
         data: Dataset,
         eval_data: Option<Dataset>,
-        store: Store,
         checkpoint: Option<&Checkpoint>,
     ) -> Result<Run> {
-        verify(&program, &plan, executor.chain(), Purpose::Train)?;
+        let chain = Arc::new(executor.chain().clone());
+        verify(&program, &plan, &chain, Purpose::Train)?;
+        let members = Layout::new(&plan, &chain).members().to_vec();
         let step = match checkpoint {
             None => 0,
-            Some(checkpoint) => restore(checkpoint, &settings.optimizer, &mut executor)?,
+            Some(checkpoint) => {
+                let step = checkpoint.manifest().step;
+                let states = settings.optimizer.state_names();
+                executor.load_state(states, step, |spec, role, out| {
+                    Ok(checkpoint.read(&spec.name, role, out)?)
+                })?;
+                step
+            }
         };
         let extra = checkpoint.map(|checkpoint| &checkpoint.manifest().extra);
         let loss_scale = (plan.precision == Precision::Fp16)
             .then(|| extra.map_or_else(LossScale::default, LossScale::restore));
-        let metrics = Metrics::open(&settings.folder, step)?;
+        let open = |Ledger { identity, store }| -> Result<Books> {
+            Ok(Books { identity, store, metrics: Metrics::open(&settings.folder, step)? })
+        };
+        let books = ledger.map(open).transpose()?;
         let order = Order::new(data.len(), settings.seed, settings.shuffle);
         Ok(Run {
             last_saved: checkpoint.map(|_| step),
             settings,
-            identity,
             executor,
-            plan,
+            plan: plan.into(),
+            chain,
             program,
+            members,
             data,
             order,
             eval_data,
             eval_programs: HashMap::new(),
-            store,
-            metrics,
+            books,
             step,
             loss_scale,
         })
@@ -157,32 +217,46 @@ impl Run {
         &self.executor
     }
 
+    /// Whether anything of a step happens elsewhere than in the device's own memory.
+    fn is_shared(&self) -> bool {
+        self.members.len() > 1 || self.program.instructions.iter().any(|instruction| instruction.op.moves())
+    }
+
     /// Trains until the last step, or until `stop` is set; either way the state is saved.
     pub fn go(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {
         let mut saved_at = Instant::now();
         let mut evaluated_at = Instant::now();
         let mut save_cost = Duration::ZERO;
         let last = self.settings.stop_at.map_or(self.settings.steps, |stop| stop.min(self.settings.steps));
+        let (plan, chain) = (self.plan.clone(), self.chain.clone());
+        let layout = Layout::new(&plan, &chain);
+        let layout = self.is_shared().then_some(&layout);
         while self.step < last {
-            let mut record = self.train_step()?;
+            let mut record = self.train_step(layout)?;
             let finished = self.step >= self.settings.steps;
-            let stopping = stop.load(Ordering::Relaxed) || self.step >= last;
-            if let Some(every) = self.settings.eval_every
-                && (finished || due(every, self.step, evaluated_at, Duration::ZERO))
-            {
+            let stops = stop.load(Ordering::Relaxed) || self.step >= last;
+            let evaluates = self
+                .settings
+                .eval_every
+                .is_some_and(|every| finished || due(every, self.step, evaluated_at, Duration::ZERO));
+            let saves = stops || due(self.settings.checkpoint_every, self.step, saved_at, save_cost);
+            let verdict = self.agree(Verdict { evaluates, saves, stops }, &mut record)?;
+            if verdict.evaluates {
                 let held_out = self.evaluate()?;
                 (record.eval_loss, record.eval_accuracy) = (Some(held_out.loss()), held_out.accuracy());
                 evaluated_at = Instant::now();
             }
-            self.metrics.append(&record)?;
+            if let Some(books) = &mut self.books {
+                books.metrics.append(&record)?;
+            }
             on_event(RunEvent::Step(record));
-            if stopping || due(self.settings.checkpoint_every, self.step, saved_at, save_cost) {
+            if verdict.saves {
                 let started = Instant::now();
                 self.save(on_event)?;
                 save_cost = started.elapsed();
                 saved_at = Instant::now();
             }
-            if stopping && !finished {
+            if verdict.stops && !finished {
                 return Ok(StopReason::Interrupted);
             }
         }
@@ -193,7 +267,25 @@ impl Run {
         Ok(if self.step >= self.settings.steps { StopReason::Finished } else { StopReason::Interrupted })
     }
 
-    fn train_step(&mut self) -> Result<StepRecord> {
+    /// What the first of the workers says follows, everyone's memory told to it.
+    fn agree(&mut self, verdict: Verdict, record: &mut StepRecord) -> Result<Verdict> {
+        if self.members.len() < 2 {
+            return Ok(verdict);
+        }
+        let mut numbers = vec![0.0; 1 + self.members.len()];
+        if self.books.is_some() {
+            numbers[0] = verdict.number();
+        }
+        let own = self.members.iter().position(|member| *member == self.program.device);
+        numbers[1 + own.expect("a worker is a member")] = self.executor.device().arena().peak() as f64;
+        self.executor.sum(&self.members, &mut numbers)?;
+        let peaks = self.members.iter().zip(&numbers[1..]);
+        let named = |(member, peak): (&usize, &f64)| (self.plan.devices[*member].name.clone(), *peak as u64);
+        record.memory_bytes = peaks.map(named).collect();
+        Ok(Verdict::of(numbers[0]))
+    }
+
+    fn train_step(&mut self, layout: Option<&Layout>) -> Result<StepRecord> {
         let started = Instant::now();
         let settings = &self.settings;
         let lr = settings.optimizer.lr * settings.schedule.factor(self.step, settings.steps);
@@ -208,7 +300,7 @@ impl Run {
             next: if last { None } else { Some(&next) },
             ..StepInput::train(self.step, settings.seed, lr, &settings.optimizer, &batch)
         };
-        let outcome = self.executor.run(&self.program, &input).map_err(|error| match error {
+        let outcome = self.executor.run_at(layout, &self.program, &input).map_err(|error| match error {
             EngineError::NotFinite { step, what, value, .. } => {
                 EngineError::NotFinite { step, what, value, checkpoint: self.last_saved }
             }
@@ -223,7 +315,6 @@ impl Run {
         }
         self.step += 1;
         let seconds = started.elapsed().as_secs_f64();
-        let useful = samples as f64 * settings.flops_per_sample as f64 / seconds;
         let arena = self.executor.device().arena();
         let device = arena.device().to_owned();
         Ok(StepRecord {
@@ -238,17 +329,17 @@ impl Run {
             eval_accuracy: None,
             step_ms: seconds * 1e3,
             tokens_per_s: outcome.targets as f64 / seconds,
-            mfu: BTreeMap::from([(settings.device_kind.clone(), useful / settings.peak_flops_per_second)]),
+            mfu: settings.rates.iter().map(|rate| (rate.kind.clone(), rate.mfu(seconds))).collect(),
             memory_bytes: BTreeMap::from([(device, arena.peak())]),
             plan: self.plan.id(),
-            predicted_ms: None,
-            dollars: None,
+            predicted_ms: settings.predicted_seconds.map(|seconds| 1e3 * seconds),
+            dollars: settings.dollars_per_hour.map(|dollars| dollars * seconds / 3600.0),
         })
     }
 
     /// The losses of every target of the held-out set, and how many were predicted rightly.
     fn evaluate(&mut self) -> Result<StepOutcome> {
-        let mut whole = StepOutcome::default();
+        let (mut whole, shared) = (StepOutcome::default(), self.is_shared());
         let Some(data) = &self.eval_data else { return Ok(whole) };
         let order = Order::new(data.len(), 0, false);
         let batch_size = self.plan.global_batch as u64;
@@ -256,12 +347,17 @@ impl Run {
         while first < data.len() {
             let samples = batch_size.min(data.len() - first) as usize;
             if !self.eval_programs.contains_key(&samples) {
-                let program = evaluation_program(&self.plan, self.executor.chain(), samples)?;
-                self.eval_programs.insert(samples, program);
+                let plan = self.plan.of_first(samples);
+                let program =
+                    compile(&plan, &self.chain, Purpose::Evaluate)?.swap_remove(self.program.device);
+                verify(&program, &plan, &self.chain, Purpose::Evaluate)?;
+                self.eval_programs.insert(samples, (plan.into(), program));
             }
+            let (plan, program) = &self.eval_programs[&samples];
+            let layout = shared.then(|| Layout::new(plan, &self.chain));
             let batch = Window { data, order: &order, first };
             let input = StepInput::evaluate(self.step, &batch);
-            let outcome = self.executor.run(&self.eval_programs[&samples], &input)?;
+            let outcome = self.executor.run_at(layout.as_ref(), program, &input)?;
             whole.loss_sum += outcome.loss_sum;
             whole.targets += outcome.targets;
             whole.correct = outcome.correct.map(|correct| correct + whole.correct.unwrap_or(0));
@@ -272,18 +368,23 @@ impl Run {
 
     fn save(&mut self, on_event: &mut dyn FnMut(RunEvent)) -> Result {
         let started = Instant::now();
+        let states = self.settings.optimizer.state_names();
+        let first = self.members.first().copied().unwrap_or(self.program.device);
+        let whole = self.executor.collect(&self.plan, &self.members, first, states.len())?;
+        self.last_saved = Some(self.step);
+        let (Some(books), Some(whole)) = (&mut self.books, whole) else { return Ok(()) };
         // Parameters that are no numbers must not push out the last checkpoint whose are.
-        let norm = self.executor.parameter_norm()?;
-        if !norm.is_finite() {
-            let (step, what, checkpoint) = (self.step, "norm of the parameters", self.last_saved);
-            return Err(EngineError::NotFinite { step, what, value: norm, checkpoint });
+        let bad = whole.iter().flat_map(|tensor| tensor[0].iter()).find(|value| !value.is_finite());
+        if let Some(value) = bad {
+            let (step, what, checkpoint) = (self.step, "value of a parameter", self.last_saved);
+            return Err(EngineError::NotFinite { step, what, value: f64::from(*value), checkpoint });
         }
         let mut extra = BTreeMap::new();
         if let Some(scale) = &self.loss_scale {
             scale.save(&mut extra);
         }
         let header = Header {
-            job: self.identity.fingerprint(),
+            job: books.identity.fingerprint(),
             step: self.step,
             position: self.step * self.plan.global_batch as u64,
             seed: self.settings.seed,
@@ -291,26 +392,14 @@ impl Run {
             plan: self.plan.id(),
             extra,
         };
-        let device = self.executor.device().clone();
-        let names = self.settings.optimizer.state_names();
-        // (name, role, shape, numbers): borrowed where the host holds them, copied over where it does not.
-        let mut tensors = Vec::new();
-        for (held, spec) in self.executor.state.tensors.iter().zip(&self.executor.chain().tensors) {
-            let kept = held.whole().expect("a run of one device has all of every tensor").tensors();
-            tensors.push((spec, "parameter", device.host_floats(&kept.parameter)?));
-            for (state, role) in kept.optimizer.iter().zip(names) {
-                tensors.push((spec, role, device.host_floats(state)?));
-            }
-        }
-        let entries = tensors.iter().map(|(spec, role, data)| Entry {
-            name: &spec.name,
-            role,
-            shape: &spec.shape,
-            data,
+        let roles = std::iter::once(PARAMETER).chain(states.iter().copied());
+        let tensors = self.chain.tensors.iter().zip(&whole);
+        let entries = tensors.flat_map(|(spec, parts)| {
+            let (name, shape) = (&spec.name, &spec.shape);
+            roles.clone().zip(parts).map(move |(role, data)| Entry { name, role, shape, data })
         });
-        let saved = self.store.save(header, entries)?;
-        self.store.collect(self.settings.checkpoints_kept)?;
-        self.last_saved = Some(self.step);
+        let saved = books.store.save(header, entries)?;
+        books.store.collect(self.settings.checkpoints_kept)?;
         let seconds = started.elapsed().as_secs_f64();
         on_event(RunEvent::Saved { step: self.step, bytes: saved.bytes, seconds });
         Ok(())
@@ -323,47 +412,4 @@ fn due(every: Interval, step: u64, since: Instant, cost: Duration) -> bool {
         Interval::Time(time) => since.elapsed() >= time,
         Interval::Auto => since.elapsed() >= AUTO_LEAST.max(cost * AUTO_COST_SHARE),
     }
-}
-
-/// The program that evaluates `samples` samples with the training plan's micro-batches.
-fn evaluation_program(training: &Plan, chain: &Chain, samples: usize) -> Result<Program> {
-    let micro_batch = training.layers[0].compute[0].micro_batches[0].count().min(samples);
-    let device = &training.devices[0];
-    let offer = DeviceOffer {
-        name: device.name.clone(),
-        budget_bytes: device.budget_bytes,
-        workspace_bytes: device.workspace_bytes,
-        rows_enough: usize::MAX,
-    };
-    let shape = StepShape {
-        global_batch: samples,
-        sequence: training.sequence,
-        precision: training.precision,
-        optimizer_states: training.optimizer_states,
-    };
-    let plan = table(chain, shape, &offer, micro_batch, Activations::Keep, false);
-    let program = compile(&plan, chain, Purpose::Evaluate)?.remove(0);
-    verify(&program, &plan, chain, Purpose::Evaluate)?;
-    Ok(program)
-}
-
-/// Brings parameters and optimizer state back; the step they are of.
-fn restore(checkpoint: &Checkpoint, optimizer: &OptimizerSettings, executor: &mut Executor) -> Result<u64> {
-    let step = checkpoint.manifest().step;
-    let (device, specs) = (executor.device().clone(), executor.chain().tensors.clone());
-    for (held, spec) in executor.state.tensors.iter_mut().zip(&specs) {
-        let read = |role: &str, tensor: &mut Tensor| {
-            write(&*device, tensor, |out| Ok(checkpoint.read(&spec.name, role, out)?))
-        };
-        for slice in &mut held.slices {
-            let kept = slice.tensors_mut();
-            read("parameter", &mut kept.parameter)?;
-            for (state, role) in kept.optimizer.iter_mut().zip(optimizer.state_names()) {
-                read(role, state)?;
-            }
-            slice.version = step;
-        }
-    }
-    executor.state.refresh_copies(&*device)?;
-    Ok(step)
 }

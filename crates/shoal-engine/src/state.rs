@@ -2,7 +2,9 @@
 //! sums. Which of them is the table's affair; one device with everything is a table like any other. Everything kept
 //! carries a version, the number of updates it has seen: an instruction of step n reads version n and finds nothing else.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -90,6 +92,17 @@ impl Held {
         &self.whole().expect("the device has all of the tensor").tensors().parameter
     }
 
+    /// The slice in a memory that has these elements, and where in it they are.
+    ///
+    /// # Panics
+    /// If there is none: the state is not what the table says.
+    pub fn find(&self, tier: Tier, wanted: Slice) -> (&HeldSlice, Range<usize>) {
+        let has = |slice: Slice| slice.start <= wanted.start && wanted.end <= slice.end;
+        let found = self.slices.iter().find(|held| held.tier == tier && has(held.slice));
+        let found = found.expect("the state is as the table says");
+        (found, wanted.start - found.slice.start..wanted.end - found.slice.start)
+    }
+
     /// What layers compute with, and its version.
     pub fn compute(&self) -> (&Tensor, u64) {
         match (self.whole(), &self.copy) {
@@ -101,10 +114,17 @@ impl Held {
     }
 }
 
+/// Copies that were gathered to be computed with.
+pub struct Gathered {
+    pub version: u64,
+    /// With their tensors' numbers.
+    pub copies: Vec<(usize, Tensor)>,
+}
+
 pub struct ModelState {
     pub tensors: Vec<Held>,
-    /// Copies of a layer's tensors that are there for a part of the step, and the version they are of.
-    pub gathered: HashMap<(usize, Pass), (u64, Vec<(usize, Tensor)>)>,
+    /// Copies of a layer's tensors that are there for a part of the step.
+    pub gathered: HashMap<(usize, Pass), Gathered>,
     /// Cosines and sines by position, for rotary models.
     pub rotary: Option<Tensor>,
     pub precision: Precision,
@@ -139,9 +159,9 @@ impl ModelState {
     /// What a layer computes with, and its version.
     pub fn compute(&self, layer: usize, pass: Option<Pass>, tensor: usize) -> (&Tensor, u64) {
         let gathered = pass.and_then(|pass| self.gathered.get(&(layer, pass)));
-        let copy = gathered.and_then(|(version, copies)| {
-            let (_, copy) = copies.iter().find(|(other, _)| *other == tensor)?;
-            Some((copy, *version))
+        let copy = gathered.and_then(|gathered| {
+            let (_, copy) = gathered.copies.iter().find(|(other, _)| *other == tensor)?;
+            Some((copy, gathered.version))
         });
         copy.unwrap_or_else(|| self.tensors[tensor].compute())
     }
@@ -158,7 +178,14 @@ impl ModelState {
         let mut tensors = Vec::with_capacity(chain.tensors.len());
         for (index, spec) in chain.tensors.iter().enumerate() {
             let mut held = Held::nothing(spec);
-            held.slices.push(HeldSlice::in_memory(device, spec, held.range(), Tier::Device, false, optimizer)?);
+            held.slices.push(HeldSlice::in_memory(
+                device,
+                spec,
+                held.range(),
+                Tier::Device,
+                false,
+                optimizer,
+            )?);
             held.copy = copy_room(device, chain, index, precision)?;
             held.gradient = optimizer.map(|_| gradient_room(device, chain, index, precision)).transpose()?;
             tensors.push(held);
@@ -179,11 +206,22 @@ impl ModelState {
             let mut held = Held::nothing(spec);
             let whole = layout.holds_whole(tensor, index);
             if whole {
-                held.slices.push(HeldSlice::in_memory(device, spec, held.range(), Tier::Device, false, optimizer)?);
+                held.slices.push(HeldSlice::in_memory(
+                    device,
+                    spec,
+                    held.range(),
+                    Tier::Device,
+                    false,
+                    optimizer,
+                )?);
                 held.gradient =
                     optimizer.map(|_| gradient_room(device, chain, tensor, plan.precision)).transpose()?;
             }
-            for part in layout.held(tensor, index).iter().filter(|part| !whole || part.holder != Holder::Device(index)) {
+            for part in layout
+                .held(tensor, index)
+                .iter()
+                .filter(|part| !whole || part.holder != Holder::Device(index))
+            {
                 let (slice, tier) = (part.slice, part.holder.tier());
                 held.slices.push(match tier {
                     Tier::Disk => HeldSlice::on_disk(&tiers.disk, spec, slice, optimizer)?,
@@ -232,54 +270,64 @@ impl ModelState {
     ) -> Result {
         for (held, spec) in self.tensors.iter_mut().zip(&chain.tensors) {
             let place = held.whole_place().expect("the device has all of the tensor");
-            write(device, &mut held.slices[place].tensors_mut().parameter, |out| set(spec, out))?;
-        }
-        self.refresh_copies(device)
-    }
-
-    /// Sets what a device has of every parameter.
-    pub fn fill_share(
-        &mut self,
-        tiers: &Tiers,
-        chain: &Chain,
-        mut set: impl FnMut(&TensorSpec, &mut [f32]) -> Result,
-    ) -> Result {
-        for (held, spec) in self.tensors.iter_mut().zip(&chain.tensors) {
-            if held.slices.is_empty() && held.copy.is_none() {
-                continue;
-            }
-            let mut whole = vec![0.0; spec.elements()];
-            set(spec, &mut whole)?;
-            for held in &mut held.slices {
-                let values = &whole[held.slice.range()];
-                match &mut held.kept {
-                    Kept::Memory(tensors) => tiers
-                        .of(held.tier)
-                        .write_floats(&mut tensors.parameter, &mut |out| out.copy_from_slice(values))?,
-                    Kept::Disk(disk) => disk.write_parameter(values)?,
-                    Kept::Lent => panic!("parameters are set between steps"),
-                }
-            }
+            let parameter = &mut held.slices[place].tensors_mut().parameter;
+            write(device, parameter, |out| set(spec, out))?;
             if let Some(copy) = &mut held.copy {
-                let element = copy.element();
-                tiers.device.write_bytes(copy, 0..whole.len(), &mut |out| element.write(&whole, out))?;
-                zero_rest(&*tiers.device, copy, whole.len())?;
+                device.convert(parameter, copy)?;
             }
         }
         Ok(())
     }
 
-    /// Makes the compute copies anew from parameters that were set, on a device that has them all.
-    pub fn refresh_copies(&mut self, device: &dyn Device) -> Result {
-        for held in &mut self.tensors {
-            let place = held.whole_place().expect("the device has all of the tensor");
-            if let Some(copy) = &mut held.copy {
-                device.convert(&held.slices[place].tensors().parameter, copy)?;
+    /// Sets whatever of the state is here, tensor by tensor and role by role, as it is after some updates: parameters,
+    /// and the optimizer's states by their names.
+    pub fn load(
+        &mut self,
+        tiers: &Tiers,
+        chain: &Chain,
+        states: &[&'static str],
+        version: u64,
+        mut read: impl FnMut(&TensorSpec, &'static str, &mut [f32]) -> Result,
+    ) -> Result {
+        for (held, spec) in self.tensors.iter_mut().zip(&chain.tensors) {
+            let whole = held.whole_place();
+            // Where all of it is in one place it is read there; pieces are cut from a whole that is dropped again.
+            if let (Some(place), 1) = (whole, held.slices.len()) {
+                let SliceTensors { parameter, optimizer, .. } = held.slices[place].tensors_mut();
+                let device = &*tiers.device;
+                write(device, parameter, |out| read(spec, PARAMETER, out))?;
+                for (state, role) in optimizer.iter_mut().zip(states) {
+                    write(device, state, |out| read(spec, role, out))?;
+                }
+                if let Some(copy) = &mut held.copy {
+                    device.convert(parameter, copy)?;
+                }
+            } else if !held.slices.is_empty() || held.copy.is_some() {
+                let mut values = vec![0.0; spec.elements()];
+                read(spec, PARAMETER, &mut values)?;
+                held.slices.iter_mut().try_for_each(|slice| slice.set(tiers, 0, &values))?;
+                if let Some(copy) = &mut held.copy {
+                    let element = copy.element();
+                    tiers
+                        .device
+                        .write_bytes(copy, 0..values.len(), &mut |out| element.write(&values, out))?;
+                    zero_rest(&*tiers.device, copy, values.len())?;
+                }
+                let states = if held.slices.is_empty() { &[][..] } else { states };
+                for (number, role) in states.iter().enumerate() {
+                    read(spec, role, &mut values)?;
+                    held.slices.iter_mut().try_for_each(|slice| slice.set(tiers, 1 + number, &values))?;
+                }
             }
+            held.copy_version = version;
+            held.slices.iter_mut().for_each(|slice| slice.version = version);
         }
         Ok(())
     }
 }
+
+/// What checkpoints call parameters.
+pub const PARAMETER: &str = "parameter";
 
 impl Held {
     fn nothing(spec: &TensorSpec) -> Held {
@@ -292,6 +340,43 @@ impl Held {
 }
 
 impl HeldSlice {
+    /// Sets the slice's parameters (0) or one of its states (from 1) from those of the whole tensor.
+    fn set(&mut self, tiers: &Tiers, part: usize, whole: &[f32]) -> Result {
+        let values = &whole[self.slice.range()];
+        match (&mut self.kept, part) {
+            (Kept::Memory(tensors), _) => {
+                let tensor = match part {
+                    0 => &mut tensors.parameter,
+                    state => &mut tensors.optimizer[state - 1],
+                };
+                Ok(tiers.of(self.tier).write_floats(tensor, &mut |out| out.copy_from_slice(values))?)
+            }
+            (Kept::Disk(disk), 0) => disk.write_parameter(values),
+            (Kept::Disk(disk), state) => disk.write_state(state - 1, values),
+            (Kept::Lent, _) => panic!("state is set between steps"),
+        }
+    }
+
+    /// The slice's parameters (0) or one of its states (from 1), where the host can read them.
+    pub(crate) fn get<'a>(&'a self, tiers: &Tiers, part: usize) -> Result<Cow<'a, [f32]>> {
+        let from_disk = |disk: &DiskSlice| {
+            let mut values = vec![0.0; disk.elements];
+            match part {
+                0 => disk.read_parameter(&mut values)?,
+                state => disk.read_state(state - 1, &mut values)?,
+            }
+            Ok(Cow::Owned(values))
+        };
+        match (&self.kept, part) {
+            (Kept::Memory(tensors), 0) => Ok(tiers.of(self.tier).host_floats(&tensors.parameter)?),
+            (Kept::Memory(tensors), state) => {
+                Ok(tiers.of(self.tier).host_floats(&tensors.optimizer[state - 1])?)
+            }
+            (Kept::Disk(disk), _) => from_disk(disk),
+            (Kept::Lent, _) => panic!("state is read between steps"),
+        }
+    }
+
     fn in_memory(
         device: &dyn Device,
         spec: &TensorSpec,

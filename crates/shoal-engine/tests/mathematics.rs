@@ -410,9 +410,11 @@ fn a_step_that_overflows_is_skipped_exactly() {
     let (settings, batch) = (optimizer(), RandomBatch { vocabulary: case.config.vocabulary });
     let state = |executor: &Executor| -> Vec<Vec<f32>> {
         let all = executor.state.tensors.iter();
-        all.flat_map(|held| std::iter::once(held.parameter()).chain(&held.whole().unwrap().tensors().optimizer))
-            .map(|tensor| tensor.floats().to_vec())
-            .collect()
+        all.flat_map(|held| {
+            std::iter::once(held.parameter()).chain(&held.whole().unwrap().tensors().optimizer)
+        })
+        .map(|tensor| tensor.floats().to_vec())
+        .collect()
     };
     let step = |executor: &mut Executor, step: u64, updates: u64, loss_scale: f32| {
         let input = StepInput { updates, loss_scale, ..StepInput::train(step, 5, 1e-3, &settings, &batch) };

@@ -16,9 +16,7 @@ use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::draw::{self, Draw};
 use shoal_plan::memory::forecast_in;
 use shoal_plan::one_device::table;
-use shoal_plan::{
-    Activations, DeviceOffer, Layout, Plan, Program, Purpose, StepShape, compile, verify_all,
-};
+use shoal_plan::{Activations, DeviceOffer, Layout, Plan, Program, Purpose, StepShape, compile, verify_all};
 
 const HOST_BYTES: u64 = 256 << 20;
 const STEPS: u64 = 12;
@@ -139,7 +137,7 @@ fn member(
         disk: disk.into(),
     };
     let mut state = ModelState::allocate_share(&tiers, layout, index, Some(&optimizer())).unwrap();
-    state.fill_share(&tiers, layout.chain, fill).unwrap();
+    state.load(&tiers, layout.chain, &[], 0, |spec, _, out| fill(spec, out)).unwrap();
     let chain = layout.chain.clone();
     (Executor::with(tiers, Some(fabric), chain, layout.plan.sequence, state).unwrap(), predicted)
 }
@@ -157,8 +155,9 @@ fn together(plan: &Plan, chain: &Chain, disk: &std::path::Path) -> Vec<Vec<f64>>
                 let layout = &layout;
                 scope.spawn(move || {
                     let (mut executor, predicted) = member(layout, program, fabric, disk);
-                    let losses =
-                        train(&mut executor, STEPS, |executor, input| executor.run_in(layout, program, input));
+                    let losses = train(&mut executor, STEPS, |executor, input| {
+                        executor.run_in(layout, program, input)
+                    });
                     let peak = executor.device().arena().peak();
                     assert!(peak <= predicted, "device {}: {peak} bytes of {predicted}", program.device);
                     losses.unwrap()

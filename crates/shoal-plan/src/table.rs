@@ -248,6 +248,21 @@ impl Plan {
         short_hash(serde_json::to_string(&plan).unwrap_or_default().as_bytes())
     }
 
+    /// The same table for a batch of fewer samples: the first ones.
+    pub fn of_first(&self, samples: usize) -> Plan {
+        let mut plan = Plan { global_batch: samples.min(self.global_batch), ..self.clone() };
+        for compute in plan.layers.iter_mut().flat_map(|row| &mut row.compute) {
+            compute.micro_batches.retain(|batch| batch.start < samples);
+            for batch in &mut compute.micro_batches {
+                batch.end = batch.end.min(samples);
+            }
+        }
+        plan.layers
+            .iter_mut()
+            .for_each(|row| row.compute.retain(|compute| !compute.micro_batches.is_empty()));
+        plan
+    }
+
     /// Whether this is a table for that model: every sample visits every layer once, every element of every
     /// tensor has its holders.
     pub fn check(&self, chain: &Chain) -> Result<(), TableError> {

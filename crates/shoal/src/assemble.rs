@@ -7,11 +7,11 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use shoal_data::{Dataset, DatasetSpec, ImageSpec, Tokenizer, Variation};
-use shoal_engine::import::import_or;
+use shoal_engine::import::reader;
 use shoal_engine::{Executor, ModelState, Replay, rate};
 use shoal_kernels::cuda::GpuFacts;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
-use shoal_model::{Chain, ImageShape, Layer, LayerKind, Precision};
+use shoal_model::{Chain, ImageShape, Layer, LayerKind, Precision, TensorSpec};
 use shoal_nn::layer::element;
 use shoal_nn::{OptimizerSettings, init};
 use shoal_plan::{
@@ -351,27 +351,36 @@ pub fn executor(
 ) -> Result<Executor> {
     let mut state = ModelState::allocate(&*device, chain, job.sequence, job.precision, Some(optimizer))?;
     if set_parameters {
-        match &job.weights {
-            Weights::Folder { path, new_head } => {
-                let folder = Folder::described_by(path, job.model.file())?;
-                let outputs = output_names(chain);
-                import_or(&folder, &*device, chain, &mut state, |spec, out| {
-                    let draws = *new_head && outputs.contains(&spec.name.as_str());
-                    if draws {
-                        init::fill(spec, job.seed, 0, out);
-                    }
-                    draws
-                })?;
-            }
-            Weights::Random => state.fill(&*device, chain, |spec, out| {
-                init::fill(spec, job.seed, 0, out);
-                Ok(())
-            })?,
-        }
+        set_initial(job, chain, |set| Ok(state.fill(&*device, chain, set)?))?;
     }
     let mut executor = Executor::new(device, chain.clone(), job.sequence, state)?;
     executor.set_replay(job.graphs.unwrap_or_else(|| usual_replay(chain)));
     Ok(executor)
+}
+
+/// Hands over what sets a job's parameters before its first step.
+pub fn set_initial(
+    job: &Job,
+    chain: &Chain,
+    state: impl FnOnce(&mut dyn FnMut(&TensorSpec, &mut [f32]) -> shoal_engine::error::Result) -> Result,
+) -> Result {
+    match &job.weights {
+        Weights::Folder { path, new_head } => {
+            let folder = Folder::described_by(path, job.model.file())?;
+            let outputs = output_names(chain);
+            state(&mut reader(&folder, |spec, out| {
+                let draws = *new_head && outputs.contains(&spec.name.as_str());
+                if draws {
+                    init::fill(spec, job.seed, 0, out);
+                }
+                draws
+            }))
+        }
+        Weights::Random => state(&mut |spec, out| {
+            init::fill(spec, job.seed, 0, out);
+            Ok(())
+        }),
+    }
 }
 
 /// What a device that can should start at once. Steps of convolutional models are many small kernels; others'

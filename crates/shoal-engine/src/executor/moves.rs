@@ -18,7 +18,7 @@ use super::Executor;
 use super::step::{Step, Stored};
 use crate::disk::DiskSlice;
 use crate::error::{EngineError, Result};
-use crate::state::{Kept, Tiers, compute_room, zero_rest};
+use crate::state::{Gathered, Kept, Tiers, compute_room, zero_rest};
 
 /// Puts what came of a movement in its place.
 pub(super) type Land = Box<dyn FnOnce(&mut Executor, &mut Step) -> Result + Send>;
@@ -51,7 +51,10 @@ impl Circle {
 }
 
 /// Where each member's run lies in a buffer made of parts in the order of their devices.
-fn runs<'a>(members: &[usize], parts: impl Iterator<Item = (usize, usize)> + Clone + 'a) -> Vec<Range<usize>> {
+fn runs<'a>(
+    members: &[usize],
+    parts: impl Iterator<Item = (usize, usize)> + Clone + 'a,
+) -> Vec<Range<usize>> {
     let mut end = 0;
     let run = |member: &usize| {
         let start = end;
@@ -65,7 +68,8 @@ impl Executor {
     /// What a message is known by at both its ends: whichever program this is, and what it is about.
     fn tag(&self, op: &Op) -> Tag {
         let words = match *op {
-            Op::Send { moved, layer, reader, samples, .. } | Op::Receive { moved, layer, reader, samples, .. } => {
+            Op::Send { moved, layer, reader, samples, .. }
+            | Op::Receive { moved, layer, reader, samples, .. } => {
                 [1 + moved as usize, layer, reader, samples.start, samples.end]
             }
             Op::Gather { layer, pass } => [3, layer, pass as usize, 0, 0],
@@ -96,13 +100,15 @@ impl Executor {
         match instruction.op {
             Op::Send { moved, layer, reader, samples, to } => {
                 let tensor = step.take_tensor(value(moved, layer, reader, samples));
-                let (device, fabric, tag) = (self.device.clone(), self.fabric(instruction)?, self.tag(&instruction.op));
+                let (device, fabric, tag) =
+                    (self.device.clone(), self.fabric(instruction)?, self.tag(&instruction.op));
                 Ok(Box::new(move || only(send(&*device, &fabric, to, tag, tensor))))
             }
             Op::Receive { moved, layer, reader, samples, from } => {
                 let value = value(moved, layer, reader, samples);
                 let room = self.boundary(layer, samples)?;
-                let (device, fabric, tag) = (self.device.clone(), self.fabric(instruction)?, self.tag(&instruction.op));
+                let (device, fabric, tag) =
+                    (self.device.clone(), self.fabric(instruction)?, self.tag(&instruction.op));
                 Ok(Box::new(move || {
                     let received = receive(&*device, &fabric, from, tag, room);
                     Box::new(move |_, step| {
@@ -208,7 +214,7 @@ impl Executor {
             let gathered = gather(&tiers, &circle, me, element, &parts, sources, &mut targets);
             Box::new(move |executor, _| {
                 if pass != Pass::Update {
-                    executor.state.gathered.insert((layer, pass), (version, targets));
+                    executor.state.gathered.insert((layer, pass), Gathered { version, copies: targets });
                     return gathered;
                 }
                 for (tensor, copy) in targets {
@@ -222,14 +228,10 @@ impl Executor {
 
     /// Parameters as a gathering reads them.
     fn source(&self, part: &GatheredPart, version: u64) -> Result<Source> {
-        let held = &self.state.tensors[part.tensor];
-        let has = |slice: Slice| slice.start <= part.slice.start && part.slice.end <= slice.end;
-        let slice = held.slices.iter().find(|held| held.tier == part.tier && has(held.slice));
-        let slice = slice.expect("the state is as the table says");
+        let (slice, elements) = self.state.tensors[part.tensor].find(part.tier, part.slice);
         assert_eq!(slice.version, version, "tensor {} is at another version than the step", part.tensor);
-        let first = part.slice.start - slice.slice.start;
         Ok(match &slice.kept {
-            Kept::Memory(tensors) => Source::Memory(part.tier, tensors.parameter.share(), first..first + part.slice.count()),
+            Kept::Memory(tensors) => Source::Memory(part.tier, tensors.parameter.share(), elements),
             Kept::Disk(disk) => Source::Disk(disk.clone()),
             Kept::Lent => panic!("a slice is gathered while it is updated"),
         })
@@ -255,9 +257,13 @@ impl Executor {
                 match &mut slice.kept {
                     Kept::Memory(tensors) => {
                         let gradient = tensors.gradient.take();
-                        slices.extend(gradient.map(|gradient| (place, slice.tier, slice.slice, Room::Memory(gradient))));
+                        slices.extend(
+                            gradient.map(|gradient| (place, slice.tier, slice.slice, Room::Memory(gradient))),
+                        );
                     }
-                    Kept::Disk(disk) => slices.push((place, slice.tier, slice.slice, Room::Disk(disk.clone()))),
+                    Kept::Disk(disk) => {
+                        slices.push((place, slice.tier, slice.slice, Room::Disk(disk.clone())))
+                    }
                     Kept::Lent => panic!("a gradient is added up while its slice is updated"),
                 }
             }
@@ -568,7 +574,8 @@ fn share_sums(
 fn exchange(circle: &Circle, me: usize, own: GroupShare) -> Result<Vec<GroupShare>> {
     let Some(fabric) = circle.others() else { return Ok(vec![own]) };
     let each = 8 + 4 * own.columns.len();
-    let runs: Vec<Range<usize>> = (0..circle.members.len()).map(|place| place * each..(place + 1) * each).collect();
+    let runs: Vec<Range<usize>> =
+        (0..circle.members.len()).map(|place| place * each..(place + 1) * each).collect();
     let mut buffer = vec![0u8; each * circle.members.len()];
     let place = circle.members.iter().position(|member| *member == me).expect("a member of its own circle");
     let here = &mut buffer[runs[place].clone()];

@@ -15,10 +15,9 @@ impl Step<'_> {
     fn pieces(&self, layer: usize, samples: Samples) -> Vec<(Samples, bool)> {
         match self.layout {
             None => vec![(samples, true)],
-            Some(layout) => layout
-                .pieces(layer, samples)
-                .map(|(piece, device)| (piece, device == self.device))
-                .collect(),
+            Some(layout) => {
+                layout.pieces(layer, samples).map(|(piece, device)| (piece, device == self.device)).collect()
+            }
         }
     }
 }
@@ -38,7 +37,11 @@ impl Executor {
         from: usize,
         samples: Samples,
     ) -> Result<Tensor> {
-        self.take_whole(step, from, from, samples, |samples| Value::Activation { layer: from, reader: layer, samples })
+        self.take_whole(step, from, from, samples, |samples| Value::Activation {
+            layer: from,
+            reader: layer,
+            samples,
+        })
     }
 
     /// A layer's output or its gradient, of which the other layer has these pieces.

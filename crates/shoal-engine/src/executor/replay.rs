@@ -108,16 +108,17 @@ impl Executor {
 
 /// Whether an instruction does nothing but compute on what is on the device already.
 pub(super) fn only_computes(instruction: &Instruction) -> bool {
-    instruction.lane == Lane::Compute && matches!(
-        instruction.op,
-        Op::Begin { .. }
-            | Op::Forward { .. }
-            | Op::Recompute { .. }
-            | Op::BeginBackward { .. }
-            | Op::Backward { .. }
-            | Op::SumLoss
-            | Op::GradientNorm
-    )
+    instruction.lane == Lane::Compute
+        && matches!(
+            instruction.op,
+            Op::Begin { .. }
+                | Op::Forward { .. }
+                | Op::Recompute { .. }
+                | Op::BeginBackward { .. }
+                | Op::Backward { .. }
+                | Op::SumLoss
+                | Op::GradientNorm
+        )
 }
 
 /// The key of a pass over these instructions, after one with another key. One over the first instruction alone is not

@@ -116,8 +116,10 @@ impl Executor {
                 on_device.push(&sum.sum);
             }
             for part in counted.iter().filter(|part| !here(part) || counted_here < held.elements) {
-                match (sum.filter(|_| here(&part)), slice_of(held, part)) {
-                    (Some(sum), _) => others += squares(&self.device.host_floats(&sum.sum)?[part.slice.range()]),
+                match (sum.filter(|_| here(&part)), held.find(part.holder.tier(), part.slice).0) {
+                    (Some(sum), _) => {
+                        others += squares(&self.device.host_floats(&sum.sum)?[part.slice.range()])
+                    }
                     (None, HeldSlice { kept: Kept::Disk(disk), .. }) => {
                         let mut gradient = vec![0.0; disk.elements];
                         disk.read_gradient(&mut gradient)?;
@@ -156,7 +158,8 @@ impl Executor {
         let held = self.state.tensors.iter_mut().zip(wanted);
         let tensors = held.filter_map(|(held, kind)| Some((held, kind?))).flat_map(|(held, kind)| {
             let Held { elements, slices, copy, gradient, .. } = held;
-            let whole = slices.iter().any(|held| held.tier == Tier::Device && held.slice.count() == *elements);
+            let whole =
+                slices.iter().any(|held| held.tier == Tier::Device && held.slice.count() == *elements);
             let mut sum = gradient.as_mut().filter(|_| whole);
             if let Some(sum) = &mut sum {
                 sum.started = false;
@@ -185,7 +188,8 @@ impl Executor {
         }
         let host = self.tiers.host.clone();
         Ok(Box::new(move || {
-            let updated = slices.iter_mut().try_for_each(|(_, kept)| update_slice(&host, &terms, kind, &decided, kept));
+            let updated =
+                slices.iter_mut().try_for_each(|(_, kept)| update_slice(&host, &terms, kind, &decided, kept));
             Box::new(move |executor, _| {
                 for (place, kept) in slices {
                     executor.state.tensors[tensor].slices[place].kept = kept;
@@ -202,14 +206,6 @@ impl HeldSlice {
         assert_eq!(self.version, step.input.step, "a slice is at another version than the step");
         self.version += 1;
     }
-}
-
-fn slice_of<'a>(held: &'a Held, part: &shoal_plan::Held) -> &'a HeldSlice {
-    let tier = part.holder.tier();
-    let found = held.slices.iter().find(|held| {
-        held.tier == tier && held.slice.start <= part.slice.start && part.slice.end <= held.slice.end
-    });
-    found.expect("the state is as the table says")
 }
 
 fn squares(values: &[f32]) -> f64 {

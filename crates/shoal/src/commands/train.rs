@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::json;
 use shoal_engine::identity::Identity;
-use shoal_engine::{Run, RunEvent, RunSettings, StopReason};
+use shoal_engine::{KindRate, Ledger, Run, RunEvent, RunSettings, StopReason};
 use shoal_model::{Chain, Precision};
 use shoal_plan::Planned;
 use shoal_state::checkpoint::Store;
@@ -227,20 +227,23 @@ pub fn train(
         checkpoint_every: job.checkpoint_every,
         checkpoints_kept: job.checkpoints_kept,
         eval_every: job.eval.as_ref().map(|(_, every)| *every),
-        flops_per_sample: chain.training_flops(job.sequence),
-        device_kind: device.kind().to_owned(),
-        peak_flops_per_second: peak,
+        rates: vec![KindRate {
+            kind: device.kind().to_owned(),
+            flops: job.global_batch as f64 * chain.training_flops(job.sequence) as f64,
+            flops_per_second: peak,
+        }],
+        predicted_seconds: None,
+        dollars_per_hour: None,
     };
     let predicted_bytes = planned.memory.total();
     let mut run = Run::new(
         settings,
-        identity,
+        Some(Ledger { identity, store }),
         executor,
         planned.plan,
         planned.program,
         data.train,
         data.eval,
-        store,
         checkpoint,
     )?;
     let mut progress = Progress::new(job.steps, run.step(), quiet);
