@@ -3,6 +3,7 @@
 //! holds: values are there when used, versions are the step's.
 
 mod between;
+mod clockwork;
 mod moves;
 mod pieces;
 mod replay;
@@ -13,7 +14,11 @@ mod walk;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
+pub use between::Whole;
+use clockwork::Clockwork;
+pub use clockwork::Traced;
 pub use replay::Replay;
 pub use step::{Batch, StepInput, StepOutcome};
 use step::{Step, Stored};
@@ -55,6 +60,7 @@ pub struct Executor {
     /// The way to the other devices.
     fabric: Option<Arc<Fabric>>,
     lanes: Lanes,
+    clockwork: Clockwork,
     /// Programs run so far, which is the same number at everyone who takes part: messages are known by it.
     runs: u64,
     chain: Chain,
@@ -142,6 +148,7 @@ impl Executor {
             tiers,
             fabric,
             lanes: Lanes::default(),
+            clockwork: Clockwork::default(),
             runs: 0,
             chain,
             sequence,
@@ -172,6 +179,22 @@ impl Executor {
     /// Changes the sequence length of what runs next; rotary models need a table at least that long.
     pub fn set_sequence(&mut self, sequence: usize) {
         self.sequence = sequence;
+    }
+
+    /// Makes each instruction of training programs last so long, by its number: the device plays another one. Messages
+    /// are not held up here: that is the fabric's part.
+    pub fn set_pace(&mut self, durations: Vec<Duration>) {
+        self.clockwork.pace = Some(durations);
+    }
+
+    /// Whether programs that run from now on note when their instructions were under way.
+    pub fn set_traces(&mut self, traces: bool) {
+        self.clockwork.traces = traces;
+    }
+
+    /// What was noted since the last time.
+    pub fn take_traced(&mut self) -> Vec<Traced> {
+        std::mem::take(&mut self.clockwork.traced)
     }
 
     /// Runs a verified program of a device that has all to itself.

@@ -28,7 +28,7 @@ pub mod run;
 pub mod state;
 
 pub use error::EngineError;
-pub use executor::{Executor, Replay, StepInput, StepOutcome};
+pub use executor::{Executor, Replay, StepInput, StepOutcome, Traced};
 pub use loss_scale::LossScale;
 pub use run::{Interval, KindRate, Ledger, Run, RunEvent, RunSettings, StopReason};
 pub use state::{ModelState, Tiers};

@@ -58,7 +58,8 @@ impl Executor {
             slices.sort_by_key(|(slice, holder)| (*slice, holder.device() != to, *holder));
             slices.dedup_by_key(|(slice, _)| *slice);
             for (slice, holder) in slices {
-                for part in 0..=states {
+                let parts: Vec<usize> = (0..=states).collect();
+                for part in parts {
                     let words = [tensor, slice.start, part];
                     let key = words.iter().fold(tag.0 as u64, |key, word| fold(key, *word as u64));
                     let tag = Tag(tag.0 ^ u128::from(key));

@@ -5,17 +5,24 @@
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Instant;
 
 use shoal_plan::{Instruction, Lane, Layout, Op, Program, Purpose, Tier};
 
+use super::clockwork::wait_until;
 use super::moves::Land;
 use super::replay::only_computes;
 use super::step::{Step, StepInput, StepOutcome};
 use super::{Executor, Replay};
 use crate::error::{EngineError, Result};
 
-/// How a job ended: what is left to do here, or what it panicked with.
-type Ended = (usize, std::thread::Result<Land>);
+/// How a job ended, and when: what is left to do here, or what it panicked with.
+struct Ended {
+    place: usize,
+    landing: std::thread::Result<Land>,
+    start: Instant,
+    end: Instant,
+}
 
 /// How far a program has come.
 struct Course<'a> {
@@ -168,6 +175,7 @@ impl Executor {
     /// Starts the instruction at a place, and those after it that reach the device with it; says how many.
     fn start(&mut self, course: &mut Course, step: &mut Step, place: usize) -> Result<usize> {
         let instruction = &course.instructions[place];
+        let start = Instant::now();
         let on_device = |next: &Instruction| matches!(next.op, Op::Update { at: Tier::Device, .. });
         // Instructions of a kind that stand together reach the device together: updates, because most tensors
         // are small, and what only computes, because it may be known already.
@@ -189,10 +197,15 @@ impl Executor {
         } else {
             let job = self.start_move(step, instruction)?;
             let ends = course.ends.clone();
+            let lasts = self.clockwork.duration(instruction, step.training);
+            let lasts = lasts.filter(|_| instruction.lane != Lane::Network);
             let work = move || {
                 let landing = catch_unwind(AssertUnwindSafe(job));
+                if let Some(lasts) = lasts {
+                    wait_until(start + lasts);
+                }
                 // Whoever started it waits for it; if not, there is nobody to tell.
-                let _ = ends.send((place, landing));
+                let _ = ends.send(Ended { place, landing, start, end: Instant::now() });
             };
             self.lanes.start(work).map_err(|source| EngineError::Thread { source })?;
             course.under_way += 1;
@@ -202,6 +215,13 @@ impl Executor {
             }
             return Ok(1);
         };
+        let done = &course.instructions[place..place + count];
+        self.clockwork.hold(start, done, step.training);
+        if self.clockwork.traces {
+            self.device.wait()?;
+            let end = Instant::now();
+            done.iter().for_each(|instruction| self.clockwork.note(instruction, start, end));
+        }
         course.finish(place..place + count);
         Ok(count)
     }
@@ -234,11 +254,13 @@ impl Executor {
         result
     }
 
-    fn land(&mut self, course: &mut Course, step: &mut Step, (place, landing): Ended) -> Result {
+    fn land(&mut self, course: &mut Course, step: &mut Step, ended: Ended) -> Result {
+        let Ended { place, landing, start, end } = ended;
+        let instruction = &course.instructions[place];
         course.under_way -= 1;
         course.is_finished[place] = true;
-        let lane = course.instructions[place].lane;
-        course.busy.retain(|busy| *busy != lane);
+        course.busy.retain(|busy| *busy != instruction.lane);
+        self.clockwork.note(instruction, start, end);
         match landing {
             Ok(land) => land(self, step),
             Err(panic) => resume_unwind(panic),
