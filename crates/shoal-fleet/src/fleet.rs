@@ -50,6 +50,8 @@ pub struct Device {
     pub node: usize,
     pub memory_bytes: u64,
     pub dollars_per_hour: f64,
+    /// What it would cost if it could not be taken away, where that is known.
+    pub on_demand_dollars_per_hour: Option<f64>,
     /// Whether it may be taken away at any moment.
     pub spot: bool,
     /// To and from the host's memory, each way.
@@ -128,12 +130,47 @@ impl Fleet {
         fleet
     }
 
+    /// The fleet with one more device of a kind it has: beside the others where there is one machine, otherwise in a further
+    /// machine like the first that has such a device, and alone there. None where it has no such device.
+    pub fn with_one_more(&self, kind: &str) -> Option<Fleet> {
+        let like = self.devices.iter().find(|device| device.kind == kind)?;
+        let mut fleet = self.clone();
+        let place = fleet.devices.len();
+        if let [node] = &mut fleet.nodes[..] {
+            fleet.devices.push(Device { name: format!("{}:{place}", node.name), ..like.clone() });
+            node.devices.end += 1;
+            return Some(fleet);
+        }
+        let name = format!("{}-more", self.nodes[like.node].name);
+        let node = Node { name, devices: place..place + 1, ..self.nodes[like.node].clone() };
+        fleet.devices.push(Device {
+            name: format!("{}:0", node.name),
+            node: fleet.nodes.len(),
+            ..like.clone()
+        });
+        // Whatever joins that machine to others joins this one too.
+        for ((a, b), link) in &self.node_pairs {
+            for other in
+                [(*a, *b), (*b, *a)].into_iter().filter(|pair| pair.0 == like.node).map(|pair| pair.1)
+            {
+                fleet.node_pairs.insert((other, fleet.nodes.len()), link.clone());
+            }
+        }
+        fleet.nodes.push(node);
+        Some(fleet)
+    }
+
     pub fn same_node(&self, a: usize, b: usize) -> bool {
         self.devices[a].node == self.devices[b].node
     }
 
     pub fn dollars_per_hour(&self) -> f64 {
         self.devices.iter().map(|device| device.dollars_per_hour).sum()
+    }
+
+    /// Without spot prices; none where that of a device is not known.
+    pub fn on_demand_dollars_per_hour(&self) -> Option<f64> {
+        self.devices.iter().map(|device| device.on_demand_dollars_per_hour).sum()
     }
 
     /// The kinds of its devices, each once, in the order of the devices.

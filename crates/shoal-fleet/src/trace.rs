@@ -52,6 +52,15 @@ impl Trace {
         }
     }
 
+    /// So many machines that nobody takes away, for so long.
+    pub fn steady(machines: usize, seconds: f64) -> Trace {
+        let name = |machine: usize| (0.0, TraceEvent::Add(machine.to_string()));
+        let mut events: Vec<(f64, TraceEvent)> = (1..=machines).map(name).collect();
+        // One that is there already changes nothing but says when the trace ends.
+        events.push((seconds, TraceEvent::Add(1.to_string())));
+        Trace { events }
+    }
+
     /// When the number of machines changed, and to what. Events of one moment count as one.
     pub fn counts(&self) -> Vec<(f64, usize)> {
         let (mut counts, mut count): (Vec<(f64, usize)>, usize) = (Vec::new(), 0);

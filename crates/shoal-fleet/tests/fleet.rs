@@ -27,6 +27,39 @@ fn the_example_is_the_fleet_it_says() {
 }
 
 #[test]
+fn a_price_on_demand_is_the_one_said_or_that_of_what_nobody_takes_away() {
+    let said = "devices = [{ kind = \"V100\", count = 4, price = 0.92, spot = true";
+    let fleet = Fleet::parse(EXAMPLE, "fleet.toml").unwrap();
+    assert_eq!(
+        (fleet.devices[0].on_demand_dollars_per_hour, fleet.on_demand_dollars_per_hour()),
+        (None, None)
+    );
+    assert_eq!(fleet.devices[26].on_demand_dollars_per_hour, Some(3.7));
+    let text = EXAMPLE.replace(said, &format!("{said}, on_demand_price = 3.06"));
+    let fleet = Fleet::parse(&text, "fleet.toml").unwrap();
+    assert_eq!(fleet.devices[0].on_demand_dollars_per_hour, Some(3.06));
+    assert!((fleet.on_demand_dollars_per_hour().unwrap() - (16.0 * 3.06 + 0.8 + 1.4 + 29.6)).abs() < 1e-9);
+    let both = text.replace("name = \"v100\"", "name = \"v100\"\non_demand_price = 12.24");
+    let error = Fleet::parse(&both, "fleet.toml").unwrap_err().to_string();
+    assert!(error.contains("on_demand_price"), "{error}");
+}
+
+#[test]
+fn one_more_device_is_in_a_machine_like_the_first_that_has_one() {
+    let fleet = Fleet::parse(EXAMPLE, "fleet.toml").unwrap();
+    let more = fleet.with_one_more("V100-16").unwrap();
+    assert_eq!((more.nodes.len(), more.devices.len()), (7, 28));
+    assert_eq!((more.devices[27].name.as_str(), more.devices[27].node), ("v100-1-more:0", 6));
+    // To its like by their interfaces, to the machine that has a link of its own to them by that.
+    assert_eq!(more.link(27, 0).bytes_per_second, 1.25e9);
+    assert_eq!(more.link(27, 16), more.link(0, 16));
+    assert!(fleet.with_one_more("T4").is_none());
+    let one = Fleet::parse("[[node]]\nhost_memory = \"8 GiB\"\ndevices = [{ kind = \"T4\" }]", "f").unwrap();
+    let two = one.with_one_more("T4").unwrap();
+    assert_eq!((two.nodes.len(), two.devices.len(), two.nodes[0].devices.clone()), (1, 2, 0..2));
+}
+
+#[test]
 fn what_lies_between_two_devices_is_the_slowest_of_it() {
     let fleet = Fleet::parse(EXAMPLE, "fleet.toml").unwrap();
     let rate = |from: usize, to: usize| fleet.link(from, to).bytes_per_second;

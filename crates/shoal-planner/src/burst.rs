@@ -224,7 +224,12 @@ pub enum BurstError {
     Budget { budget_seconds: f64, least_seconds: f64 },
     #[error("no plan takes {wanted_seconds} seconds a step or less")]
     Pace { wanted_seconds: f64 },
-    #[error("{device}: the step needs {needed_bytes} bytes, and there are {budget_bytes}")]
+    #[error(
+        "{device}: the step needs {} MiB, and there are {}: {} MiB short",
+        needed_bytes.div_ceil(1 << 20),
+        budget_bytes >> 20,
+        needed_bytes.saturating_sub(*budget_bytes).div_ceil(1 << 20)
+    )]
     Memory { device: String, needed_bytes: u64, budget_bytes: u64 },
     #[error(transparent)]
     Compile(#[from] shoal_plan::CompileError),

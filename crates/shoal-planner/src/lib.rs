@@ -7,10 +7,12 @@
 //! - [`spilled`]: state on hosts and disks, layers streamed through a device; several models on a pool.
 //! - [`burst`]: to each layer the number of devices that suits it.
 //! - [`auto`]: the best of all shapes.
+//! - [`breakdown`]: where each device's part of a step goes.
 //! - [`run`]: whole runs over a fleet that comes and goes.
 //! - [`validation`]: other systems' published measurements beside what our models say.
 
 pub mod auto;
+pub mod breakdown;
 pub mod burst;
 pub mod mirrors;
 pub mod mixed;

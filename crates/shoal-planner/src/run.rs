@@ -7,7 +7,8 @@ use shoal_fleet::Trace;
 use shoal_fleet::trace::TraceEvent;
 use shoal_plan::Plan;
 use shoal_plan::difference::Difference;
-use shoal_sim::Simulated;
+
+use crate::breakdown::Breakdown;
 
 /// Changes so close together are taken as one.
 const TOGETHER_SECONDS: f64 = 1.0;
@@ -16,7 +17,9 @@ const TOGETHER_SECONDS: f64 = 1.0;
 #[derive(Clone)]
 pub struct Step {
     pub plan: Plan,
-    pub simulated: Simulated,
+    pub seconds: f64,
+    /// Of the plan's devices.
+    pub devices: Vec<Breakdown>,
 }
 
 /// What happens when the fleet changes.
@@ -75,8 +78,10 @@ pub struct Spent {
     /// Forward, backward and update of steps that count.
     pub useful: f64,
     pub recompute: f64,
-    /// On no compute lane during those steps.
+    /// During those steps, nothing to compute until others are done.
     pub bubble: f64,
+    /// During those steps, nothing to compute while something moves: the network, copies to and from hosts and disks.
+    pub wait: f64,
     pub checkpoint: f64,
     /// From a change until training goes on.
     pub morph: f64,
@@ -86,9 +91,34 @@ pub struct Spent {
     pub unused: f64,
 }
 
+/// A part of what was spent, and its name.
+pub type SpentPart = (&'static str, fn(&Spent) -> f64);
+
 impl Spent {
+    /// All of them: they add up to every device-second that was paid for.
+    pub const PARTS: [SpentPart; 8] = [
+        ("useful", |spent| spent.useful),
+        ("recompute", |spent| spent.recompute),
+        ("bubble", |spent| spent.bubble),
+        ("wait", |spent| spent.wait),
+        ("checkpoint", |spent| spent.checkpoint),
+        ("morph", |spent| spent.morph),
+        ("lost", |spent| spent.lost),
+        ("unused", |spent| spent.unused),
+    ];
+
     pub fn total(&self) -> f64 {
-        self.useful + self.recompute + self.bubble + self.checkpoint + self.morph + self.lost + self.unused
+        Spent::PARTS.iter().map(|(_, part)| part(self)).sum()
+    }
+
+    /// So many steps of a plan's devices; fewer than none takes them back.
+    fn add(&mut self, steps: f64, devices: &[Breakdown]) {
+        for device in devices {
+            self.useful += steps * (device.computing + device.updating);
+            self.recompute += steps * device.recomputing;
+            self.bubble += steps * device.bubble;
+            self.wait += steps * device.waiting();
+        }
     }
 }
 
@@ -109,7 +139,7 @@ pub struct Report {
 impl Report {
     /// The share of machine time that trained.
     pub fn effective(&self) -> f64 {
-        (self.spent.useful + self.spent.recompute + self.spent.bubble)
+        (self.spent.useful + self.spent.recompute + self.spent.bubble + self.spent.wait)
             / self.spent.total().max(f64::MIN_POSITIVE)
     }
 }
@@ -196,22 +226,18 @@ impl Run<'_> {
         if seconds <= 0.0 {
             return;
         }
-        let Some(Step { simulated, .. }) = &self.step else {
+        let Some(step) = &self.step else {
             self.wait(seconds, |spent| &mut spent.unused);
             return;
         };
         let Settings { checkpoint_every_seconds, checkpoint_seconds, .. } = *self.settings;
         let saving = checkpoint_seconds / (checkpoint_every_seconds + checkpoint_seconds);
         let training = seconds * (1.0 - saving);
-        let steps = training / simulated.seconds;
+        let steps = training / step.seconds;
         let count = self.devices();
         let spent = &mut self.report.spent;
-        for device in &simulated.devices {
-            spent.useful += steps * (device.computing + device.updating);
-            spent.recompute += steps * device.recomputing;
-            spent.bubble += steps * device.idle;
-        }
-        spent.unused += training * (count - simulated.devices.len() as f64).max(0.0);
+        spent.add(steps, &step.devices);
+        spent.unused += training * (count - step.devices.len() as f64).max(0.0);
         spent.checkpoint += seconds * saving * count;
         self.report.steps += steps;
         self.since_checkpoint = (self.since_checkpoint + training) % checkpoint_every_seconds;
@@ -221,15 +247,11 @@ impl Run<'_> {
 
     /// So many of the last seconds' steps have to be done again.
     fn lose(&mut self, seconds: f64) {
-        let Some(Step { simulated, .. }) = &self.step else { return };
-        let steps = (seconds / simulated.seconds).min(self.report.steps);
+        let Some(step) = &self.step else { return };
+        let steps = (seconds / step.seconds).min(self.report.steps);
         let spent = &mut self.report.spent;
-        for device in &simulated.devices {
-            spent.useful -= steps * (device.computing + device.updating);
-            spent.recompute -= steps * device.recomputing;
-            spent.bubble -= steps * device.idle;
-        }
-        spent.lost += steps * simulated.seconds * simulated.devices.len() as f64;
+        spent.add(-steps, &step.devices);
+        spent.lost += steps * step.seconds * step.devices.len() as f64;
         self.report.steps -= steps;
     }
 
@@ -262,7 +284,7 @@ impl Run<'_> {
                     self.since_checkpoint = 0.0;
                 } else if gone {
                     // The step under way, and the one before it at the worst.
-                    let step = self.step.as_ref().map_or(0.0, |step| step.simulated.seconds);
+                    let step = self.step.as_ref().map_or(0.0, |step| step.seconds);
                     self.lose(1.5 * step);
                 }
                 notice_seconds + moving
@@ -279,7 +301,7 @@ impl Run<'_> {
             Morphing::Restart { restart_seconds } => restart_seconds + self.since_checkpoint,
             Morphing::Live { notice_seconds, .. } => notice_seconds + self.moving(Some(next)).0,
         };
-        let gained = 1.0 - next.simulated.seconds / now.simulated.seconds;
+        let gained = 1.0 - next.seconds / now.seconds;
         gained * self.mean_between_changes > cost
     }
 

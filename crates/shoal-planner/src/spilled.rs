@@ -22,10 +22,18 @@ const SHARES_ON_DEVICE: [f64; 6] = [1.0, 0.75, 0.5, 0.25, 0.1, 0.0];
 #[derive(Debug, Error)]
 pub enum SpilledError {
     #[error(
-        "{device}: even with all state elsewhere, a step of one sample at a time needs {needed_bytes} bytes, it has {budget_bytes}"
+        "{device}: even with all state elsewhere, a step of one sample at a time needs {} MiB, it has {}: {} MiB short",
+        needed_bytes.div_ceil(1 << 20),
+        budget_bytes >> 20,
+        needed_bytes.saturating_sub(*budget_bytes).div_ceil(1 << 20)
     )]
     TooSmall { device: String, needed_bytes: u64, budget_bytes: u64 },
-    #[error("{node}: the state needs {needed_bytes} bytes of host memory, there are {there_bytes}")]
+    #[error(
+        "{node}: the state needs {} MiB of host memory, there are {}: {} MiB short",
+        needed_bytes.div_ceil(1 << 20),
+        there_bytes >> 20,
+        needed_bytes.saturating_sub(*there_bytes).div_ceil(1 << 20)
+    )]
     HostTooSmall { node: String, needed_bytes: u64, there_bytes: u64 },
     #[error(transparent)]
     Compile(#[from] CompileError),

@@ -31,6 +31,7 @@ fn fleet(devices: usize, memory_bytes: u64) -> Fleet {
         node: device / devices,
         memory_bytes,
         dollars_per_hour: 0.0,
+        on_demand_dollars_per_hour: None,
         spot: false,
         host_link: link.clone(),
         host_link_stated: true,

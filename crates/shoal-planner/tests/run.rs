@@ -6,10 +6,9 @@ use shoal_fleet::Trace;
 use shoal_model::{Chain, Precision, presets};
 use shoal_plan::one_device::StepShape;
 use shoal_plan::{Activations, DeviceRow, Order};
+use shoal_planner::breakdown::Breakdown;
 use shoal_planner::pipeline::{Pipeline, Replica, Stage, State, table};
 use shoal_planner::run::{Morphing, Report, Settings, Step, over};
-use shoal_sim::Simulated;
-use shoal_sim::clock::DeviceTime;
 
 /// Every machine a replica of the whole model; ten seconds of work between them.
 fn replicas(machines: &BTreeSet<String>) -> Option<Step> {
@@ -42,11 +41,14 @@ fn replicas(machines: &BTreeSet<String>) -> Option<Step> {
         stash: None,
     });
     let seconds = 10.0 / count as f64;
-    let device =
-        DeviceTime { computing: 0.9 * seconds, recomputing: 0.0, updating: 0.0, idle: 0.1 * seconds };
-    let simulated =
-        Simulated { seconds, spans: Vec::new(), devices: vec![device; count], values_bytes: Vec::new() };
-    Some(Step { plan: table(&chain, step, rows.collect(), &pipeline), simulated })
+    let device = Breakdown {
+        computing: 0.9 * seconds,
+        network: 0.06 * seconds,
+        bubble: 0.04 * seconds,
+        ..Breakdown::default()
+    };
+    let plan = table(&chain, step, rows.collect(), &pipeline);
+    Some(Step { plan, seconds, devices: vec![device; count] })
 }
 
 const LIVE: Morphing = Morphing::Live { notice_seconds: 1.0, bytes_per_second: 1e9 };
@@ -73,6 +75,10 @@ fn an_undisturbed_run_trains_all_the_time() {
     // the one before it.
     assert!((report.steps - 198.5).abs() < 1e-6, "{report:?}");
     assert!((report.spent.useful - 0.9 * 1985.0).abs() < 1e-6);
+    assert!(
+        (report.spent.wait - 0.06 * 1985.0).abs() < 1e-6
+            && (report.spent.bubble - 0.04 * 1985.0).abs() < 1e-6
+    );
     assert!((report.spent.morph - 2.0).abs() < 1e-6, "{report:?}");
     assert!((report.dollars - 2.0 * 1001.0 * 3.6 / 3600.0).abs() < 1e-6, "{report:?}");
 }

@@ -3,12 +3,13 @@
 use std::path::PathBuf;
 
 use serde_json::json;
-use shoal_fleet::{Costs, Fleet, Profile};
+use shoal_fleet::{Costs, Fleet, Node, Profile};
 use shoal_model::Chain;
 use shoal_plan::memory::MemoryForecast;
-use shoal_plan::{Plan, StepShape};
-use shoal_planner::auto::{self, Found, Shape};
-use shoal_sim::Simulated;
+use shoal_plan::{Layout, Plan, Purpose, compile_paced};
+use shoal_planner::auto::{self, AutoError, Found, Shape};
+use shoal_planner::breakdown::{self, Bottleneck, Breakdown, Limit, Part};
+use shoal_sim::{FleetWorld, Simulated};
 
 use crate::assemble::step_shape;
 use crate::error::{CliError, Result};
@@ -33,6 +34,13 @@ pub struct FleetOptions {
 pub struct OnFleet {
     pub fleet: Fleet,
     pub costs: Costs,
+}
+
+impl OnFleet {
+    /// What all of it costs for so long, whoever computes.
+    pub fn dollars(&self, seconds: f64) -> f64 {
+        self.fleet.dollars_per_hour() * seconds / 3600.0
+    }
 }
 
 impl FleetOptions {
@@ -67,10 +75,47 @@ impl FleetOptions {
 
     /// The best plan.
     pub fn search(&self, job: &Job, chain: &Chain, on: &OnFleet) -> Result<Found> {
-        let step: StepShape = step_shape(job);
-        auto::plan(chain, step, &on.fleet, &on.costs, &self.shapes()?)
+        of_shapes(job, chain, on, &self.shapes()?)
             .map_err(|error| CliError::Said { sentence: error.to_string(), hint: error.hint() })
     }
+}
+
+/// The best plan of some shapes.
+pub fn of_shapes(
+    job: &Job,
+    chain: &Chain,
+    on: &OnFleet,
+    shapes: &[Shape],
+) -> std::result::Result<Found, AutoError> {
+    auto::plan(chain, step_shape(job), &on.fleet, &on.costs, shapes)
+}
+
+/// Where the time of a plan's step goes, by device.
+pub fn breakdown(plan: &Plan, chain: &Chain, on: &OnFleet, simulated: &Simulated) -> Result<Vec<Breakdown>> {
+    let layout = Layout::new(plan, chain);
+    let world = FleetWorld::new(&on.fleet, &on.costs, &layout);
+    let programs = compile_paced(plan, chain, Purpose::Train, &world)?;
+    Ok(breakdown::of(&programs, simulated, &layout)?)
+}
+
+/// What holds a step up, as a phrase.
+pub fn bottleneck_text(bottleneck: &Bottleneck, plan: &Plan) -> String {
+    let device = &plan.devices[bottleneck.device].name;
+    let share = percent(bottleneck.share);
+    match bottleneck.what {
+        Limit::Computing => format!("{device} computes {share} of the step"),
+        Limit::Network => format!("{device}, the busiest, waits {share} of the step for the network"),
+        Limit::Copies => format!("{device}, the busiest, waits {share} of the step for its host or disk"),
+        Limit::Bubble => format!("{device}, the busiest, waits {share} of the step for others' work"),
+    }
+}
+
+/// The device whose memory is fullest: its place, and how full.
+pub fn tightest(plan: &Plan, memory: &[MemoryForecast]) -> Option<(usize, f64)> {
+    let fullness = |(place, memory): (usize, &MemoryForecast)| {
+        (place, memory.total() as f64 / plan.devices[place].budget_bytes.max(1) as f64)
+    };
+    memory.iter().enumerate().map(fullness).max_by(|a, b| a.1.total_cmp(&b.1).then(b.0.cmp(&a.0)))
 }
 
 /// A step as people read it.
@@ -80,11 +125,13 @@ pub struct Described<'a> {
     pub plan: &'a Plan,
     pub simulated: &'a Simulated,
     pub memory: &'a [MemoryForecast],
+    /// By device.
+    pub breakdown: &'a [Breakdown],
 }
 
 impl Described<'_> {
     fn dollars_per_step(&self) -> f64 {
-        self.on.fleet.dollars_per_hour() * self.simulated.seconds / 3600.0
+        self.on.dollars(self.simulated.seconds)
     }
 
     /// Kinds of devices whose times nobody measured.
@@ -92,12 +139,26 @@ impl Described<'_> {
         self.on.fleet.kinds().into_iter().filter(|kind| self.on.costs.estimated(kind)).collect()
     }
 
+    /// Of each node, what its devices keep in its host's memory and on its disk.
+    fn nodes(&self) -> impl Iterator<Item = (&Node, u64, u64)> {
+        self.on.fleet.nodes.iter().map(|node| {
+            let here = &self.memory[node.devices.clone()];
+            (node, here.iter().map(|memory| memory.host).sum(), here.iter().map(|memory| memory.disk).sum())
+        })
+    }
+
     pub fn json(&self) -> serde_json::Value {
-        let devices = self.plan.devices.iter().zip(&self.simulated.devices).zip(self.memory);
+        let devices = self.plan.devices.iter().zip(self.breakdown).zip(self.memory);
         let rows = devices.map(|((device, time), memory)| {
             json!({
                 "name": device.name, "seconds": time, "memory_bytes": memory.total(),
                 "budget_bytes": device.budget_bytes, "host_bytes": memory.host, "disk_bytes": memory.disk,
+            })
+        });
+        let nodes = self.nodes().map(|(node, host, disk)| {
+            json!({
+                "name": node.name, "host_bytes": host, "host_memory_bytes": node.host_memory_bytes,
+                "disk_bytes": disk, "disk_room_bytes": node.disk.map_or(0, |disk| disk.bytes),
             })
         });
         json!({
@@ -105,7 +166,9 @@ impl Described<'_> {
             "step_seconds": self.simulated.seconds,
             "dollars_per_step": self.dollars_per_step(),
             "estimated_kinds": self.estimated(),
+            "bottleneck": breakdown::bottleneck(self.breakdown),
             "devices": rows.collect::<Vec<_>>(),
+            "nodes": nodes.collect::<Vec<_>>(),
         })
     }
 
@@ -114,53 +177,83 @@ impl Described<'_> {
         let rows = (plan.global_batch * plan.sequence) as f64 / seconds;
         let what = if plan.sequence == 1 { "images" } else { "rows" };
         println!(
-            "plan {} for {} on {} devices: {} a step, {} {what} a second, ${:.5} a step",
+            "plan {} for {} on {} devices: {} a step, {} {what} a second, {}",
             plan.id(),
             self.job.name,
             plan.devices.len(),
             time_text(seconds),
             short(rows),
-            self.dollars_per_step()
+            dollars_text(self.dollars_per_step())
         );
         let estimated = self.estimated();
         if !estimated.is_empty() {
             println!("estimated from public figures, not measured: {}", estimated.join(", "));
         }
+        if let Some(bottleneck) = breakdown::bottleneck(self.breakdown) {
+            println!("bottleneck: {}", bottleneck_text(&bottleneck, plan));
+        }
         self.print_devices();
     }
 
     fn print_devices(&self) {
-        let (plan, seconds) = (self.plan, self.simulated.seconds);
-        let width = plan.devices.iter().map(|device| device.name.len()).max().unwrap_or(0).max(6);
-        println!(
-            "{:<width$} {:>10} {:>12} {:>9} {:>8}  memory",
-            "device", "computing", "recomputing", "updating", "idle"
-        );
-        let line = |index: usize| {
-            let (time, memory) = (&self.simulated.devices[index], &self.memory[index]);
-            let beside = match memory.host {
-                0 => String::new(),
-                host => format!(", {} on the host", bytes_text(host)),
-            };
+        let plan = self.plan;
+        let width = plan.devices.iter().map(|device| device.name.len()).max().unwrap_or(0).max(11);
+        let cells = |shares: &Breakdown, of: f64| -> String {
+            let cell =
+                |(name, part): &Part| format!(" {:>w$}", percent(part(shares) / of), w = name.len().max(7));
+            Breakdown::PARTS.iter().map(cell).collect()
+        };
+        let names = Breakdown::PARTS.iter().map(|(name, _)| format!(" {name:>7}"));
+        println!("{:<width$}{}  memory", "device", names.collect::<String>());
+        let line = |place: usize| {
+            let (time, memory) = (&self.breakdown[place], &self.memory[place]);
             format!(
-                "{:>10} {:>12} {:>9} {:>8}  {} of {}{beside}",
-                percent(time.computing / seconds),
-                percent(time.recomputing / seconds),
-                percent(time.updating / seconds),
-                percent(time.idle / seconds),
+                "{}  {} of {}",
+                cells(time, self.simulated.seconds),
                 bytes_text(memory.total()),
-                bytes_text(plan.devices[index].budget_bytes),
+                bytes_text(plan.devices[place].budget_bytes),
             )
         };
-        // Devices that fare alike are shown once.
         let lines: Vec<String> = (0..plan.devices.len()).map(line).collect();
-        let mut index = 0;
-        while index < lines.len() {
-            let same = lines[index..].iter().take_while(|line| **line == lines[index]).count();
+        each_once(&lines, |place, same| {
             let more = if same > 1 { format!("  (and {} more)", same - 1) } else { String::new() };
-            println!("{:<width$} {}{more}", plan.devices[index].name, lines[index]);
-            index += same;
+            println!("{:<width$}{}{more}", plan.devices[place].name, lines[place]);
+        });
+        if self.breakdown.len() > 1 {
+            let sum = self.breakdown.iter().fold(Breakdown::default(), |sum, one| sum.plus(one));
+            let all = self.simulated.seconds * self.breakdown.len() as f64;
+            println!("{:<width$}{}", "all of them", cells(&sum, all));
         }
+        let hosts: Vec<String> = self
+            .nodes()
+            .map(|(node, host, disk)| {
+                let room = node.disk.map_or(0, |disk| disk.bytes);
+                let disk = match disk {
+                    0 => String::new(),
+                    _ => format!(", {} of {} on its disk", bytes_text(disk), bytes_text(room)),
+                };
+                format!("{} of {}{disk}", bytes_text(host), bytes_text(node.host_memory_bytes))
+            })
+            .collect();
+        each_once(&hosts, |place, same| {
+            let more = if same > 1 { format!("  (and {} more)", same - 1) } else { String::new() };
+            println!("host memory of {}: {}{more}", self.on.fleet.nodes[place].name, hosts[place]);
+        });
+    }
+}
+
+/// What a step costs, and a thousand.
+pub fn dollars_text(dollars_per_step: f64) -> String {
+    format!("${dollars_per_step:.5} a step, ${:.2} a thousand", 1000.0 * dollars_per_step)
+}
+
+/// Lines that read alike and follow each other are shown once: the first one's place, and how many they are.
+fn each_once(lines: &[String], mut show: impl FnMut(usize, usize)) {
+    let mut place = 0;
+    while place < lines.len() {
+        let same = lines[place..].iter().take_while(|line| **line == lines[place]).count();
+        show(place, same);
+        place += same;
     }
 }
 
@@ -185,12 +278,9 @@ pub fn print_layers(plan: &Plan) {
         shares.join(", ") + &more
     };
     let lines: Vec<String> = (0..plan.layers.len()).map(describe).collect();
-    let mut index = 0;
-    while index < lines.len() {
-        let same = lines[index..].iter().take_while(|line| **line == lines[index]).count();
-        let name = &plan.layers[index].layer;
+    each_once(&lines, |place, same| {
+        let name = &plan.layers[place].layer;
         let shown = if same > 1 { format!("{name} (x{same})") } else { name.clone() };
-        println!("{shown:<width$} {}", lines[index]);
-        index += same;
-    }
+        println!("{shown:<width$} {}", lines[place]);
+    });
 }

@@ -15,6 +15,7 @@ const NODE_KEYS: &[&str] = &[
     "zone",
     "devices",
     "price",
+    "on_demand_price",
     "spot",
     "host_memory",
     "host_bandwidth",
@@ -24,7 +25,8 @@ const NODE_KEYS: &[&str] = &[
     "device_link",
     "host_link",
 ];
-const DEVICE_KEYS: &[&str] = &["kind", "count", "memory", "price", "spot", "host_link"];
+const DEVICE_KEYS: &[&str] = &["kind", "count", "memory", "price", "on_demand_price", "spot", "host_link"];
+const PRICE_KEYS: [&str; 2] = ["price", "on_demand_price"];
 const DISK_KEYS: &[&str] = &["size", "read", "write"];
 const LINKS_KEYS: &[&str] = &["zones", "zone_latency", "pair"];
 const PAIR_KEYS: &[&str] = &["between", "bandwidth", "latency", "by_size"];
@@ -244,13 +246,14 @@ fn devices(entry: &Section) -> Result<Vec<Device>> {
             node: 0,
             memory_bytes: memory.ok_or_else(|| unknown("memory"))?,
             dollars_per_hour: said.dollars("price")?.unwrap_or(0.0),
+            on_demand_dollars_per_hour: said.dollars("on_demand_price")?,
             spot: said.flag("spot")?.unwrap_or(spot),
             host_link: link.ok_or_else(|| unknown("host_link"))?,
             host_link_stated,
         };
-        if entry.has("price") && said.has("price") {
+        if let Some(key) = PRICE_KEYS.into_iter().find(|key| entry.has(key) && said.has(key)) {
             let hint = "keep the node's or its devices'";
-            return Err(said.bad("price", "is set, and so is the node's", hint));
+            return Err(said.bad(key, "is set, and so is the node's", hint));
         }
         devices.extend(vec![device; said.count("count")?]);
     }
@@ -258,9 +261,14 @@ fn devices(entry: &Section) -> Result<Vec<Device>> {
         let hint = "write devices = [{ kind = \"V100\", count = 4 }]";
         return Err(entry.bad("devices", "is missing or empty", hint));
     }
-    if let Some(dollars) = entry.dollars("price")? {
-        let each = dollars / devices.len() as f64;
-        devices.iter_mut().for_each(|device| device.dollars_per_hour = each);
+    let count = devices.len() as f64;
+    let [price, on_demand] = PRICE_KEYS.map(|key| entry.dollars(key));
+    let (price, on_demand) = (price?, on_demand?);
+    for device in &mut devices {
+        device.dollars_per_hour = price.map_or(device.dollars_per_hour, |dollars| dollars / count);
+        let said = on_demand.map(|dollars| dollars / count).or(device.on_demand_dollars_per_hour);
+        // What nobody may take away has its price on demand already.
+        device.on_demand_dollars_per_hour = said.or((!device.spot).then_some(device.dollars_per_hour));
     }
     Ok(devices)
 }

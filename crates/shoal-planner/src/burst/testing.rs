@@ -27,6 +27,7 @@ pub fn fleet(nodes: usize, devices: usize) -> Fleet {
         node: device / devices,
         memory_bytes: MEMORY_BYTES,
         dollars_per_hour: 0.0,
+        on_demand_dollars_per_hour: None,
         spot: false,
         host_link: Link::new(1e11, 1e-6),
         host_link_stated: true,

@@ -18,6 +18,8 @@ pub(super) const EXHAUSTIVE_MAX: usize = 10_000;
 /// How many of the best sets are improved step by step, unless devices are few, and how far from the best they may be.
 const IMPROVED_MAX: usize = 3;
 const IMPROVED_WITHIN: f64 = 1.25;
+/// Of a few devices, the best sets that are followed farther than step by step.
+const LOOKED_FARTHER_MAX: usize = 6;
 
 pub(super) struct Search<'a> {
     pub request: &'a Request<'a>,
@@ -63,7 +65,9 @@ impl<'a> Search<'a> {
         for used in self.candidates() {
             for spills in [false, true] {
                 let mut trial = Trial::new(self, &used, spills, corrections);
-                let found = trial.divide(IMPROVED_WITHIN * least);
+                // What a set costs is known only when its movements are: of a few devices none is passed over before.
+                let within = if self.has_few_devices() { f64::INFINITY } else { IMPROVED_WITHIN * least };
+                let found = trial.divide(within);
                 if let Some(seconds) = trial.divide_exhaustively(exhaustive).or(found) {
                     least = least.min(seconds);
                     trials.push((seconds, trial));
@@ -72,8 +76,15 @@ impl<'a> Search<'a> {
         }
         trials.sort_by(|a, b| a.0.total_cmp(&b.0));
         trials.truncate(if self.has_few_devices() { trials.len() } else { IMPROVED_MAX });
-        let near = trials.into_iter().filter(|(seconds, _)| *seconds <= IMPROVED_WITHIN * least);
-        let improved = near.filter_map(|(_, trial)| trial.improved());
+        trials.retain(|(seconds, _)| *seconds <= IMPROVED_WITHIN * least);
+        for (seconds, trial) in &mut trials {
+            *seconds = trial.improve().unwrap_or(*seconds);
+        }
+        trials.sort_by(|a, b| a.0.total_cmp(&b.0));
+        if self.has_few_devices() {
+            trials.iter_mut().take(LOOKED_FARTHER_MAX).for_each(|(_, trial)| trial.look_farther());
+        }
+        let improved = trials.into_iter().filter_map(|(_, trial)| trial.into_best());
         improved.min_by(|a, b| a.seconds.total_cmp(&b.seconds)).ok_or_else(|| self.no_room(corrections))
     }
 

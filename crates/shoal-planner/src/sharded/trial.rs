@@ -2,6 +2,9 @@
 //! what, which depends on the division: the two are brought into line in a few rounds, and the best of what was met is
 //! kept by what it really costs. That is then improved step by step.
 
+use std::cmp::Ordering;
+use std::collections::HashSet;
+
 use shoal_plan::Activations;
 
 use super::balance::{Load, Way, Worker, balance, fastest, roomiest};
@@ -16,6 +19,10 @@ const ROUNDS_MAX: usize = 4;
 /// Passes over all devices in which each is tried with other ways and samples.
 const PASSES_MAX: usize = 4;
 
+/// Divisions from which steps are tried at once where devices are few, and how many steps in a row.
+const BEAM_WIDTH: usize = 8;
+const BEAM_STEPS_MAX: usize = 4;
+
 /// How much longer devices may take where that leaves more room.
 const SLACKS: [f64; 4] = [1.02, 1.1, 1.3, 2.0];
 
@@ -27,6 +34,8 @@ pub(super) struct Trial<'a> {
     /// By node, bytes of state that its host may keep.
     host_rooms: Vec<f64>,
     best: Option<(Vec<Load>, Decision)>,
+    /// Whether all divisions were tried.
+    is_exact: bool,
 }
 
 impl<'a> Trial<'a> {
@@ -66,7 +75,7 @@ impl<'a> Trial<'a> {
             false => 0.0,
         };
         let host_rooms = host_bytes.iter().enumerate().map(host_room).collect();
-        Trial { search, kind_of, workers, host_rooms, best: None }
+        Trial { search, kind_of, workers, host_rooms, best: None, is_exact: false }
     }
 
     /// All the room for state where nothing is computed.
@@ -149,6 +158,7 @@ impl<'a> Trial<'a> {
             return None;
         }
         self.each(&choices, batch, &mut Vec::new());
+        self.is_exact = true;
         self.best.as_ref().map(|(_, decision)| decision.seconds)
     }
 
@@ -174,7 +184,7 @@ impl<'a> Trial<'a> {
 
     /// The best, improved by other ways for devices that are alike and by samples handed from one to another, as long as
     /// that helps.
-    pub fn improved(mut self) -> Option<Decision> {
+    pub fn improve(&mut self) -> Option<f64> {
         for _ in 0..PASSES_MAX {
             let before = self.best.as_ref()?.1.seconds;
             self.try_ways();
@@ -183,7 +193,63 @@ impl<'a> Trial<'a> {
                 break;
             }
         }
+        self.best.as_ref().map(|(_, decision)| decision.seconds)
+    }
+
+    pub fn into_best(self) -> Option<Decision> {
         self.best.map(|(_, decision)| decision)
+    }
+
+    /// Looks farther than one step: two devices that hold the rest up alike have to be relieved both, and a division that is
+    /// better as a whole may lie behind one that is worse. Several of the next best are followed side by side.
+    pub fn look_farther(&mut self) {
+        let Some(best) = self.best.clone().filter(|_| !self.is_exact) else { return };
+        // By device: its samples, the size of its micro-batches, and what it does with activations.
+        let mut seen: HashSet<Vec<(usize, usize, Option<usize>)>> = HashSet::new();
+        let key = |load: &Load| {
+            let way = load.way.map(|way| (way.micro_batch, way.activations as usize));
+            (load.samples, way.map_or(0, |way| way.0), way.map(|way| way.1))
+        };
+        let mut front = vec![best];
+        for _ in 0..BEAM_STEPS_MAX {
+            let mut next: Vec<(Vec<Load>, Decision)> = Vec::new();
+            for loads in front.iter().flat_map(|(base, _)| self.neighbours(base)) {
+                if !seen.insert(loads.iter().map(key).collect()) {
+                    continue;
+                }
+                let Some(shares) = self.shares(&loads) else { continue };
+                let decision = self.rate(&loads, &shares);
+                next.push((loads, decision));
+            }
+            next.sort_by(|a, b| order(&a.1, &b.1));
+            next.truncate(BEAM_WIDTH);
+            let Some((loads, decision)) = next.first() else { return };
+            if self.best.as_ref().is_none_or(|(_, best)| is_better(decision, best)) {
+                self.best = Some((loads.clone(), decision.clone()));
+            }
+            front = next;
+        }
+    }
+
+    /// All divisions one step away: samples handed from one device to another.
+    fn neighbours(&self, base: &[Load]) -> Vec<Vec<Load>> {
+        let taking_part = || (0..base.len()).filter(|device| self.kind_of[*device].is_some());
+        let mut all = Vec::new();
+        for from in taking_part() {
+            for amount in amounts(base[from].samples) {
+                let rest = self.choices(from, base[from].samples - amount);
+                for to in taking_part().filter(|to| *to != from) {
+                    for taken in self.choices(to, base[to].samples + amount) {
+                        for left in &rest {
+                            let mut loads = base.to_vec();
+                            (loads[to], loads[from]) = (taken, *left);
+                            all.push(loads);
+                        }
+                    }
+                }
+            }
+        }
+        all
     }
 
     fn try_ways(&mut self) {
@@ -212,10 +278,8 @@ impl<'a> Trial<'a> {
             if from == to {
                 continue;
             }
-            // One sample, two, four and so on, and all.
             let all = base[from].samples;
-            let amounts = std::iter::successors(Some(1), |amount| Some(2 * amount));
-            for amount in amounts.take_while(|amount| *amount < all).chain((all > 0).then_some(all)) {
+            for amount in amounts(all) {
                 for taken in self.choices(to, base[to].samples + amount) {
                     for left in self.choices(from, all - amount) {
                         let mut loads = base.clone();
@@ -355,6 +419,24 @@ impl<'a> Trial<'a> {
     }
 }
 
+/// How many of its samples a device may hand on: one, two, four and so on, and all.
+fn amounts(all: usize) -> impl Iterator<Item = usize> {
+    let amounts = std::iter::successors(Some(1), |amount| Some(2 * amount));
+    amounts.take_while(move |amount| *amount < all).chain((all > 0).then_some(all))
+}
+
+/// The faster first; of those that are as fast, the one in which fewer devices are the slowest, and so on down.
+fn order(one: &Decision, other: &Decision) -> Ordering {
+    let descending = |decision: &Decision| {
+        let mut seconds: Vec<f64> = decision.devices.iter().map(|device| device.seconds).collect();
+        seconds.sort_by(|a, b| b.total_cmp(a));
+        seconds
+    };
+    let (a, b) = (descending(one), descending(other));
+    let lower = || a.iter().zip(&b).map(|(a, b)| a.total_cmp(b)).find(|order| order.is_ne());
+    one.seconds.total_cmp(&other.seconds).then_with(|| lower().unwrap_or(Ordering::Equal))
+}
+
 /// Faster; or as fast, with less on its way to hosts and in fewer pieces.
 fn is_better(one: &Decision, other: &Decision) -> bool {
     let fuss = |decision: &Decision| -> (usize, usize) {
@@ -473,7 +555,7 @@ mod tests {
         let budgets = proptest::collection::vec(0.3..2.0f64, 3);
         let network = (any::<bool>(), 25usize..400, any::<bool>());
         let chain = Chain::new(&presets::gpt2(8192, 1024, 6, 16, 512));
-        excesses(300, (devices, kinds, budgets, network, 0usize..3), |asked| {
+        excesses(2000, (devices, kinds, budgets, network, 0usize..3), |asked| {
             let ((count, batch), kinds, budgets, (apart, gigabits, half), activations) = asked;
             let fleet = fleet(&kinds[..count], apart, gigabits);
             let precision = if half { Precision::Fp16 } else { Precision::Fp32 };

@@ -321,6 +321,7 @@ fn fleet(network: Network, devices: usize) -> Fleet {
         node: device / a_node,
         memory_bytes: MEMORY_BYTES,
         dollars_per_hour: 0.0,
+        on_demand_dollars_per_hour: None,
         spot: false,
         // What leaves a node passes its interface, which is slower than any way to the host.
         host_link: in_a_node.clone(),

@@ -235,6 +235,7 @@ impl Data {
                 node: number,
                 memory_bytes: 0,
                 dollars_per_hour: 0.0,
+                on_demand_dollars_per_hour: None,
                 spot: false,
                 host_link: NO_HOST,
                 host_link_stated: true,

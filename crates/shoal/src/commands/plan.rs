@@ -1,19 +1,22 @@
 //! `shoal plan`: the table, what it takes, and the program, as text or as files.
 
+mod compare;
+mod more;
+
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde_json::json;
 use shoal_model::Chain;
-use shoal_plan::{Layout, Planned, Purpose, compile_paced};
+use shoal_plan::{Layout, Plan, Planned, Purpose, compile_paced};
 use shoal_planner::auto::Found;
 use shoal_sim::FleetWorld;
 
 use crate::assemble::{self, LocalDevice};
 use crate::error::{CliError, Result};
-use crate::fleet_plan::{Described, FleetOptions, print_layers};
+use crate::fleet_plan::{Described, FleetOptions, OnFleet, breakdown, print_layers};
 use crate::job::{Job, bytes_text};
-use crate::show::{grouped, short};
+use crate::show::{grouped, percent, short};
 use crate::timeline::time_text;
 
 #[derive(clap::Args)]
@@ -31,6 +34,9 @@ pub struct Options {
     /// Write the program of one training step to this file; on a fleet a list, one a device
     #[arg(long, value_name = "FILE")]
     program: Option<PathBuf>,
+    /// Set all shapes of plan side by side: time, cost, memory, bottleneck, or why there is none
+    #[arg(long, requires = "fleet", conflicts_with = "shape")]
+    compare: bool,
     /// Print table and forecast as JSON
     #[arg(long)]
     json: bool,
@@ -61,35 +67,76 @@ pub fn run(options: Options) -> Result {
 /// The best plan for a fleet, and why.
 fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
     let on = options.on.read(job, chain)?;
+    if options.compare {
+        let shapes = compare::shapes(job, chain, &on);
+        let best = compare::best(&shapes)?;
+        write_files(options, chain, &on, &best.candidate.plan)?;
+        match options.json {
+            true => println!("{}", compare::json(&shapes, best, &on)),
+            false => compare::print(job, &shapes, best, &on),
+        }
+        return Ok(());
+    }
     let Found { best, tried } = options.on.search(job, chain, &on)?;
-    if let Some(path) = &options.table {
-        write_json(path, &best.plan)?;
-    }
-    if let Some(path) = &options.program {
-        let layout = Layout::new(&best.plan, chain);
-        let world = FleetWorld::new(&on.fleet, &on.costs, &layout);
-        write_json(path, &compile_paced(&best.plan, chain, Purpose::Train, &world)?)?;
-    }
-    let described =
-        Described { job, on: &on, plan: &best.plan, simulated: &best.simulated, memory: &best.memory };
+    write_files(options, chain, &on, &best.plan)?;
+    let breakdown = breakdown(&best.plan, chain, &on, &best.simulated)?;
+    let described = Described {
+        job,
+        on: &on,
+        plan: &best.plan,
+        simulated: &best.simulated,
+        memory: &best.memory,
+        breakdown: &breakdown,
+    };
+    let more = more::of_each_kind(&options.on, job, chain, &on, &best);
+    // Shapes come with the fastest first, and that is the best.
+    let runner_up = tried.get(1).and_then(|second| Some((second.shape, second.seconds?)));
+    let slower = |seconds: f64| seconds / best.simulated.seconds - 1.0;
     if options.json {
         let mut summary = described.json();
         summary["shape"] = json!(best.shape);
         summary["tried"] = json!(tried);
+        summary["runner_up"] =
+            json!(runner_up.map(|(shape, seconds)| json!({ "shape": shape, "slower": slower(seconds) })));
+        summary["one_more"] = json!(more);
         println!("{summary}");
         return Ok(());
     }
     described.print();
     println!();
     print_layers(&best.plan);
-    println!();
+    println!("\nshape: {}", best.shape.name());
+    match runner_up {
+        Some((shape, seconds)) => {
+            println!("runner-up: {}, {} slower", shape.name(), percent(slower(seconds)));
+        }
+        None => println!("runner-up: none; no other shape has a plan"),
+    }
     for tried in &tried {
         match (tried.seconds, &tried.refused) {
-            (Some(seconds), _) => println!("{:<10} {} a step", tried.shape.name(), time_text(seconds)),
+            (Some(seconds), _) => println!("  {:<10} {} a step", tried.shape.name(), time_text(seconds)),
             (None, refused) => {
-                println!("{:<10} no plan: {}", tried.shape.name(), refused.as_deref().unwrap_or("none fits"));
+                println!(
+                    "  {:<10} no plan: {}",
+                    tried.shape.name(),
+                    refused.as_deref().unwrap_or("none fits")
+                );
             }
         }
+    }
+    more::print(&more, &on);
+    Ok(())
+}
+
+/// The table and the programs, where files are named for them.
+fn write_files(options: &Options, chain: &Chain, on: &OnFleet, plan: &Plan) -> Result {
+    if let Some(path) = &options.table {
+        write_json(path, plan)?;
+    }
+    if let Some(path) = &options.program {
+        let layout = Layout::new(plan, chain);
+        let world = FleetWorld::new(&on.fleet, &on.costs, &layout);
+        write_json(path, &compile_paced(plan, chain, Purpose::Train, &world)?)?;
     }
     Ok(())
 }

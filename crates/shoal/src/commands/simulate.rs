@@ -6,12 +6,13 @@ use std::path::{Path, PathBuf};
 
 use shoal_model::Chain;
 use shoal_plan::{Layout, Plan, Purpose, compile_paced, memory, verify_all};
+use shoal_planner::breakdown;
 use shoal_sim::{FleetWorld, Jitter, Settings, simulate};
 
 use crate::error::{CliError, Result};
 use crate::fleet_plan::{Described, FleetOptions};
 use crate::job::Job;
-use crate::timeline;
+use crate::timeline::{Drawing, Timeline, time_text};
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -32,11 +33,11 @@ pub struct Options {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Play a whole run over a spot trace (docs/fleet.md), on machines like the fleet's first
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["table", "picture"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["table", "timeline"])]
     trace: Option<PathBuf>,
-    /// Write a picture of the step, as SVG
+    /// Draw what each device does when: FILE.svg, or FILE.html to point at instructions
     #[arg(long, value_name = "FILE")]
-    picture: Option<PathBuf>,
+    timeline: Option<PathBuf>,
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
@@ -48,6 +49,7 @@ pub fn run(options: Options) -> Result {
         return Err(CliError::said("--jitter is between 0 and 100", "leave it out for none"));
     }
     let chain = job.chain();
+    let drawing = options.timeline.as_deref().map(Drawing::named).transpose()?;
     let on = options.on.read(&job, &chain)?;
     if let Some(trace) = &options.trace {
         return trace::run(&options.on, &job, &chain, &on, trace, options.json);
@@ -68,12 +70,26 @@ pub fn run(options: Options) -> Result {
     let jitter = (options.jitter > 0.0).then_some(Jitter { seed: options.seed, most: options.jitter });
     let simulated = simulate(&programs, &layout, &world, Settings { jitter, memory: false })?;
     let memory: Vec<_> = programs.iter().map(|program| memory::forecast_in(program, &layout)).collect();
-    if let Some(path) = &options.picture {
-        let names: Vec<String> = plan.devices.iter().map(|device| device.name.clone()).collect();
-        std::fs::write(path, timeline::svg(&programs, &simulated, &names)).map_err(CliError::at(path))?;
-        eprintln!("wrote {}", path.display());
+    if let Some(drawing) = drawing {
+        let timeline = Timeline {
+            title: format!("{}, plan {}: {} a step", job.name, plan.id(), time_text(simulated.seconds)),
+            programs: &programs,
+            spans: &breakdown::active(&programs, &simulated, &layout)?,
+            seconds: simulated.seconds,
+            names: plan.devices.iter().map(|device| device.name.as_str()).collect(),
+        };
+        drawing.write(&timeline)?;
+        eprintln!("wrote {}", drawing.path.display());
     }
-    let described = Described { job: &job, on: &on, plan: &plan, simulated: &simulated, memory: &memory };
+    let breakdown = breakdown::of(&programs, &simulated, &layout)?;
+    let described = Described {
+        job: &job,
+        on: &on,
+        plan: &plan,
+        simulated: &simulated,
+        memory: &memory,
+        breakdown: &breakdown,
+    };
     match options.json {
         true => println!("{}", described.json()),
         false => described.print(),

@@ -1,20 +1,19 @@
-//! A whole run over a spot trace, state moving between machines beside starting again from checkpoints.
+//! A whole run over a spot trace, state moving between machines, beside starting again from checkpoints and beside as many
+//! machines on demand.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::path::Path;
 
+use serde_json::json;
 use shoal_fleet::Trace;
 use shoal_model::Chain;
 use shoal_planner::auto;
 use shoal_planner::run::{Morphing, Places, Report, Settings, Spent, Step, over};
 
 use crate::error::Result;
-use crate::fleet_plan::{FleetOptions, OnFleet};
+use crate::fleet_plan::{FleetOptions, OnFleet, breakdown};
 use crate::job::{Job, duration_text};
 use crate::show::percent;
-
-/// A part of what was spent.
-type Share = fn(&Spent) -> f64;
 
 /// From a change until state begins to move: a second without a heartbeat, and a plan.
 const NOTICE_SECONDS: f64 = 2.0;
@@ -25,7 +24,25 @@ const RESTART_SECONDS: f64 = 90.0;
 
 const CHECKPOINT_EVERY_SECONDS: f64 = 600.0;
 
-/// Live morphing beside starting again from checkpoints.
+const MOVES: &str = "state moves";
+const RESTARTS: &str = "started again";
+const ON_DEMAND: &str = "on demand";
+
+/// A way to go through the trace's hours, and what came of it.
+struct Played {
+    name: &'static str,
+    report: Report,
+    /// Where the price is known.
+    dollars: Option<f64>,
+}
+
+impl Played {
+    fn dollars_per_step(&self) -> Option<f64> {
+        self.dollars.filter(|_| self.report.steps > 0.0).map(|dollars| dollars / self.report.steps)
+    }
+}
+
+/// Plays the run through in all three ways.
 pub fn run(
     options: &FleetOptions,
     job: &Job,
@@ -35,80 +52,128 @@ pub fn run(
     json: bool,
 ) -> Result {
     let trace = Trace::read(trace)?;
+    let mut plans = Plans { options, job, chain, on, known: HashMap::new() };
     let first = &on.fleet.nodes[0];
+    let live =
+        Morphing::Live { notice_seconds: NOTICE_SECONDS, bytes_per_second: first.network.bytes_per_second };
     let devices = &on.fleet.devices[first.devices.clone()];
-    let settings = |morphing| Settings {
-        morphing,
-        checkpoint_every_seconds: CHECKPOINT_EVERY_SECONDS,
-        checkpoint_seconds: 0.0,
-        devices_per_machine: devices.len(),
-        dollars_per_machine_hour: devices.iter().map(|device| device.dollars_per_hour).sum(),
-        state_bytes: 4 * (1 + job.optimizer.state_names().len() as u64),
-    };
-    let bytes_per_second = first.network.bytes_per_second;
+    let price = Some(devices.iter().map(|device| device.dollars_per_hour).sum());
+    let on_demand = devices.iter().map(|device| device.on_demand_dollars_per_hour).sum();
+    // Nobody takes machines away that are paid for on demand: as many as the trace has on average, all the time.
+    let steady = Trace::steady(trace.mean_count().round().max(1.0) as usize, trace.seconds());
     let ways = [
-        ("state moves", Morphing::Live { notice_seconds: NOTICE_SECONDS, bytes_per_second }),
-        ("started again", Morphing::Restart { restart_seconds: RESTART_SECONDS }),
+        (MOVES, &trace, live, price, true),
+        (RESTARTS, &trace, Morphing::Restart { restart_seconds: RESTART_SECONDS }, price, true),
+        (ON_DEMAND, &steady, live, on_demand, false),
     ];
-    let mut steps: HashMap<usize, Option<Step>> = HashMap::new();
-    let mut reports = Vec::new();
-    for (name, morphing) in ways {
-        let mut places = Places::default();
-        let mut plan_for = |machines: &BTreeSet<String>| {
-            let fleet = on.fleet.of_machines(places.of(machines));
-            let names: Vec<String> = fleet.devices.iter().map(|device| device.name.clone()).collect();
-            let known = steps.entry(machines.len()).or_insert_with(|| {
-                let costs = options.costs(job, chain, &fleet).ok()?;
-                let on = OnFleet { fleet, costs };
-                let best = options.search(job, chain, &on).ok()?.best;
-                let best = auto::mirrored(&best, chain, &on.fleet, &on.costs).unwrap_or(best);
-                Some(Step { plan: best.plan, simulated: best.simulated })
-            });
-            // Machines are alike, so the plan for so many of them is one, whoever they are.
-            let mut step = known.clone()?;
-            for (row, name) in step.plan.devices.iter_mut().zip(names) {
-                row.name = name;
-            }
-            Some(step)
+    let played = ways.map(|(name, trace, morphing, dollars_per_hour, mirrored)| {
+        let settings = Settings {
+            morphing,
+            checkpoint_every_seconds: CHECKPOINT_EVERY_SECONDS,
+            checkpoint_seconds: 0.0,
+            devices_per_machine: devices.len(),
+            dollars_per_machine_hour: dollars_per_hour.unwrap_or(0.0),
+            state_bytes: 4 * (1 + job.optimizer.state_names().len() as u64),
         };
-        reports.push((name, over(&trace, &settings(morphing), &mut plan_for)));
-    }
+        let mut places = Places::default();
+        let report = over(trace, &settings, &mut |machines| plans.step(places.of(machines), mirrored));
+        let dollars = dollars_per_hour.map(|_| report.dollars);
+        Played { name, report, dollars }
+    });
     match json {
-        true => println!("{}", serde_json::json!(reports.iter().cloned().collect::<BTreeMap<_, _>>())),
-        false => print(job, &trace, &reports),
+        true => println!("{}", as_json(&played)),
+        false => print(job, &trace, &played),
     }
     Ok(())
 }
 
-fn print(job: &Job, trace: &Trace, reports: &[(&str, Report)]) {
+/// Plans for so many machines, each searched once: machines are alike, so it is one plan whoever they are.
+struct Plans<'a> {
+    options: &'a FleetOptions,
+    job: &'a Job,
+    chain: &'a Chain,
+    on: &'a OnFleet,
+    known: HashMap<(usize, bool), Option<Step>>,
+}
+
+impl Plans<'_> {
+    /// With their state on two machines at least, where it is asked for and fits.
+    fn step(&mut self, machines: &[String], mirrored: bool) -> Option<Step> {
+        let Plans { options, job, chain, on, known } = self;
+        let fleet = on.fleet.of_machines(machines);
+        let names: Vec<String> = fleet.devices.iter().map(|device| device.name.clone()).collect();
+        let known = known.entry((machines.len(), mirrored)).or_insert_with(|| {
+            let costs = options.costs(job, chain, &fleet).ok()?;
+            let on = OnFleet { fleet, costs };
+            let best = options.search(job, chain, &on).ok()?.best;
+            let mirrored = mirrored.then(|| auto::mirrored(&best, chain, &on.fleet, &on.costs).ok());
+            let best = mirrored.flatten().unwrap_or(best);
+            let devices = breakdown(&best.plan, chain, &on, &best.simulated).ok()?;
+            Some(Step { plan: best.plan, seconds: best.simulated.seconds, devices })
+        });
+        let mut step = known.clone()?;
+        for (row, name) in step.plan.devices.iter_mut().zip(names) {
+            row.name = name;
+        }
+        Some(step)
+    }
+}
+
+fn as_json(played: &[Played]) -> serde_json::Value {
+    let ways = played.iter().map(|Played { name, report, dollars }| {
+        let mut way = json!(report);
+        way["dollars"] = json!(dollars);
+        (name.to_string(), way)
+    });
+    ways.collect::<serde_json::Map<_, _>>().into()
+}
+
+fn print(job: &Job, trace: &Trace, played: &[Played]) {
     println!(
         "{} over {} with {:.1} machines on average",
         job.name,
         duration_text(trace.seconds()),
         trace.mean_count()
     );
-    println!("{:<25}{}", "", reports.iter().map(|(name, _)| format!("{name:>15}")).collect::<String>());
-    let line = |what: &str, value: &dyn Fn(&Report) -> String| {
-        let values: String = reports.iter().map(|(_, report)| format!("{:>15}", value(report))).collect();
+    let line = |what: &str, value: &dyn Fn(&Played) -> String| {
+        let values: String = played.iter().map(|way| format!("{:>15}", value(way))).collect();
         println!("{what:<25}{values}");
     };
-    line("steps", &|report| format!("{:.0}", report.steps));
-    line("samples a second", &|report| {
-        format!("{:.2}", report.steps * job.global_batch as f64 / report.seconds)
+    let unknown = || "not known".to_owned();
+    line("", &|way| way.name.to_owned());
+    line("steps", &|way| format!("{:.0}", way.report.steps));
+    line("samples a second", &|way| {
+        format!("{:.2}", way.report.steps * job.global_batch as f64 / way.report.seconds)
     });
-    line("dollars", &|report| format!("{:.2}", report.dollars));
-    line("dollars a thousand steps", &|report| format!("{:.2}", 1000.0 * report.dollars / report.steps));
-    line("changes, plans changed", &|report| format!("{}, {}", report.changes, report.morphs));
-    line("read from a checkpoint", &|report| report.restores.to_string());
-    let parts: [(&str, Share); 6] = [
-        ("useful", |spent| spent.useful),
-        ("recomputation", |spent| spent.recompute),
-        ("bubbles and waits", |spent| spent.bubble),
-        ("morphing", |spent| spent.morph),
-        ("done again", |spent| spent.lost),
-        ("unused", |spent| spent.unused),
-    ];
-    for (name, part) in parts {
-        line(name, &|report| percent(part(&report.spent) / report.spent.total().max(f64::MIN_POSITIVE)));
+    line("dollars", &|way| way.dollars.map_or_else(unknown, |dollars| format!("{dollars:.2}")));
+    line("dollars a thousand steps", &|way| {
+        way.dollars_per_step().map_or_else(unknown, |dollars| format!("{:.2}", 1000.0 * dollars))
+    });
+    line("changes, plans changed", &|way| format!("{}, {}", way.report.changes, way.report.morphs));
+    line("read from a checkpoint", &|way| way.report.restores.to_string());
+    println!("where the device-seconds went");
+    for (name, part) in Spent::PARTS {
+        line(&format!("  {name}"), &|way| {
+            percent(part(&way.report.spent) / way.report.spent.total().max(f64::MIN_POSITIVE))
+        });
+    }
+    let [moves, others @ ..] = played else { return };
+    for other in others {
+        let ratio = |a: Option<f64>, b: Option<f64>| match (a, b) {
+            (Some(a), Some(b)) if b > 0.0 => format!("{:.2}x", a / b),
+            _ => unknown(),
+        };
+        println!(
+            "{} against {}: {} the steps, {} the dollars a step",
+            moves.name,
+            other.name,
+            ratio(Some(moves.report.steps), Some(other.report.steps)),
+            ratio(moves.dollars_per_step(), other.dollars_per_step()),
+        );
+    }
+    if played.iter().any(|way| way.dollars.is_none()) {
+        println!(
+            "the fleet file does not say what these machines cost on demand: on_demand_price (docs/fleet.md)"
+        );
     }
 }
