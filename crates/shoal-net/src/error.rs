@@ -1,6 +1,7 @@
 //! What can go wrong between workers. Every variant names the worker it is about; `hint` is the sentence the binary
 //! prints after `hint:`. Errors can be cloned, because one failure ends many operations.
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -37,6 +38,17 @@ pub enum Error {
     /// A rank that is no other worker's.
     #[error("worker {rank} of {size} has no peer {peer}")]
     NoPeer { rank: usize, size: usize, peer: usize },
+    /// The fabric could not be made.
+    #[error("{name} could not join within {} s: {}{}", limit.as_secs_f64(), missing.join("; "), turned(turned_away))]
+    Join { name: String, missing: Vec<String>, turned_away: Vec<String>, limit: Duration },
+    /// A connection without identities to where others could be.
+    #[error("{address} can be reached from outside, and connections without TLS are for loopback only")]
+    PlainOutside { address: SocketAddr },
+    #[error("cannot {action}: {cause}")]
+    Identity { action: &'static str, cause: String },
+    /// Settings that cannot be.
+    #[error("{what}")]
+    Settings { what: String },
     /// Members or slices of a collective that cannot be.
     #[error("collective {tag}: {what}")]
     Collective { tag: Tag, what: String },
@@ -52,7 +64,15 @@ impl Error {
             Error::Late { .. } => {
                 Some("the worker answers but its work does not: it may be overloaded, or its plan another")
             }
+            Error::Join { .. } => {
+                Some("look whether those workers run, and whether this machine reaches their ports")
+            }
+            Error::PlainOutside { .. } => Some("give every worker an identity of the fleet's authority"),
             _ => None,
         }
     }
+}
+
+fn turned(away: &[String]) -> String {
+    if away.is_empty() { String::new() } else { format!("; turned away: {}", away.join("; ")) }
 }

@@ -66,6 +66,16 @@ impl fmt::Debug for Fabric {
 }
 
 impl Fabric {
+    pub(crate) fn new(
+        rank: usize,
+        names: Vec<String>,
+        fate: Arc<Fate>,
+        links: Vec<Option<Box<dyn Link>>>,
+        leave: Box<dyn Leave>,
+    ) -> Fabric {
+        Fabric { rank, names, fate, links, _leave: leave }
+    }
+
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -253,13 +263,9 @@ pub fn in_process_each(settings: &[Settings]) -> Vec<Arc<Fabric>> {
                 Box::new(LocalLink { world: world.clone(), rank, peer, pacer, message_deadline }) as _
             })
         };
-        Arc::new(Fabric {
-            rank,
-            names: world.names.clone(),
-            fate: world.fate.clone(),
-            links: (0..world.names.len()).map(link).collect(),
-            _leave: Box::new(LeaveWorld { world: world.clone(), rank }),
-        })
+        let links = (0..world.names.len()).map(link).collect();
+        let leave = Box::new(LeaveWorld { world: world.clone(), rank });
+        Arc::new(Fabric::new(rank, world.names.clone(), world.fate.clone(), links, leave))
     };
     settings.iter().enumerate().map(fabric).collect()
 }

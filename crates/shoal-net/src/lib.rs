@@ -4,7 +4,9 @@
 //! - [`fabric`]: send, receive, abort; what the engine's threads call.
 //! - [`collective`]: all-gather, reduce-scatter and all-reduce over uneven slices, made of sends and receives.
 //! - [`settings`]: deadlines, streams, and the shape a lab gives to links.
+//! - [`identity`]: certificates of a fleet's own authority.
 //! - `local`: workers inside one process.
+//! - `tcp`: workers on a network, with `wire` and `desk`, which judge what peers send and know no sockets.
 //! - `fate`: why a fabric ended, told to everyone who waits.
 //! - `pace`: when shaped bytes may leave and when they arrive.
 //!
@@ -13,17 +15,22 @@
 //! first failure ends every operation, here and at the peers, with an error that names who caused it.
 
 pub mod collective;
+mod desk;
 pub mod error;
 pub mod fabric;
 mod fate;
+pub mod identity;
 mod link;
 mod local;
 mod pace;
 pub mod settings;
+mod tcp;
+mod wire;
 
 pub use error::{Error, Result};
 pub use fabric::{Fabric, Incoming, Outgoing, Tag, in_process, in_process_each};
 pub use settings::{LinkShape, Settings, Shape};
+pub use tcp::{Endpoint, Security, connect};
 
 #[cfg(target_endian = "big")]
 compile_error!(

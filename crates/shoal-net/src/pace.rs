@@ -85,6 +85,11 @@ impl Pacer {
         (through, through + self.latency)
     }
 
+    /// Whether bytes arrive later than they have left.
+    pub fn delays(&self) -> bool {
+        !self.latency.is_zero()
+    }
+
     /// Bytes that can be under way at once; whoever holds them back must have room for so many.
     pub fn bytes_under_way(&self) -> usize {
         let rates =

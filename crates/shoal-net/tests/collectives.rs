@@ -89,7 +89,7 @@ fn bits(buffer: &[f32]) -> Vec<u32> {
 fn random_collectives_are_plain_sums_and_copies() {
     for transport in TRANSPORTS {
         let workers = fabrics(transport, 6, &settings());
-        for seed in 0..120u64 {
+        for seed in 0..if matches!(transport, Transport::InProcess) { 120u64 } else { 40 } {
             let case = Case::draw(seed);
             for wire in [Wire::F32, Wire::Bf16] {
                 check(&workers, &case, wire, Tag(seed as u128 * 10 + wire as u128), transport, seed);
@@ -244,7 +244,7 @@ fn groups_and_slices_that_cannot_be_are_refused_before_anything_is_sent() {
         let result = all_gather(fabric, members, slices, &mut [0.0; 10], Wire::F32, Tag(1));
         assert!(matches!(result, Err(Error::Collective { .. })), "{members:?} {slices:?}: {result:?}");
     };
-    refused(&[0, 1], &[0..5]);
+    refused(&[0, 1], &[0..2, 2..4, 4..6]);
     refused(&[1, 0], &[0..5, 5..10]);
     refused(&[0, 0], &[0..5, 5..10]);
     refused(&[1, 2], &[0..5, 5..10]);

@@ -2,10 +2,12 @@
 
 #![allow(dead_code, reason = "each test binary uses some of this")]
 
+use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
 
-use shoal_net::{Fabric, Settings, in_process};
+use shoal_net::identity::Authority;
+use shoal_net::{Endpoint, Error, Fabric, Security, Settings, connect, in_process};
 
 pub fn settings() -> Settings {
     Settings {
@@ -19,14 +21,68 @@ pub fn settings() -> Settings {
 #[derive(Clone, Copy, Debug)]
 pub enum Transport {
     InProcess,
+    Plain,
+    Tls,
 }
 
-pub const TRANSPORTS: [Transport; 1] = [Transport::InProcess];
+pub const TRANSPORTS: [Transport; 3] = [Transport::InProcess, Transport::Plain, Transport::Tls];
 
 pub fn fabrics(transport: Transport, count: usize, settings: &Settings) -> Vec<Arc<Fabric>> {
     match transport {
         Transport::InProcess => in_process(count, settings),
+        Transport::Plain => join_all(count, settings, |_| Security::Plain)
+            .into_iter()
+            .map(|joined| joined.expect("joined"))
+            .collect(),
+        Transport::Tls => {
+            let authority = Authority::new().expect("an authority");
+            let security = |rank: usize| identified(&authority, rank, count);
+            join_all(count, settings, security).into_iter().map(|joined| joined.expect("joined")).collect()
+        }
     }
+}
+
+pub fn worker_name(rank: usize) -> String {
+    format!("worker-{rank}.test")
+}
+
+/// The identity of the worker of this rank.
+pub fn identified(authority: &Authority, rank: usize, count: usize) -> Security {
+    let identity = authority.issue(&worker_name(rank)).expect("an identity");
+    Security::Tls { identity, names: (0..count).map(worker_name).collect() }
+}
+
+pub fn listeners(count: usize) -> (Vec<TcpListener>, Vec<SocketAddr>) {
+    let listeners: Vec<_> =
+        (0..count).map(|_| TcpListener::bind("127.0.0.1:0").expect("a free port")).collect();
+    let addresses = listeners.iter().map(|listener| listener.local_addr().expect("an address")).collect();
+    (listeners, addresses)
+}
+
+/// All workers of a fabric join at once, on loopback.
+pub fn join_all(
+    count: usize,
+    settings: &Settings,
+    security: impl Fn(usize) -> Security + Sync,
+) -> Vec<Result<Arc<Fabric>, Error>> {
+    let (listeners, addresses) = listeners(count);
+    std::thread::scope(|scope| {
+        let (addresses, security) = (&addresses, &security);
+        let joining: Vec<_> = listeners
+            .into_iter()
+            .enumerate()
+            .map(|(rank, listener)| {
+                scope.spawn(move || {
+                    let security = security(rank);
+                    connect(
+                        Endpoint { rank, listener, addresses: addresses.clone(), fabric: 7, security },
+                        settings,
+                    )
+                })
+            })
+            .collect();
+        joining.into_iter().map(|joined| joined.join().expect("joining does not panic")).collect()
+    })
 }
 
 /// What each worker's thread returns, by rank.

@@ -1,0 +1,129 @@
+//! Workers on a network. Between two workers stand, in each direction, one connection for control and several for data,
+//! each used in its direction only: reading and writing never wait for each other, and neither does TLS. Small frames
+//! and small messages go over control, where a thread reads them as they come. Large messages are cut into stripes over
+//! the data streams, which the receiving threads read themselves, straight into their callers' memory.
+//!
+//! - `stream`: one connection, plain or TLS.
+//! - `join`: how the connections come to be, and who is let in.
+//! - `sink`: where frames leave, held to the link's shape.
+//! - `lane`: where data arrives, and which of the waiting threads reads it.
+//! - `peer`: one peer's messages and life: heartbeats, silence, goodbye.
+
+mod join;
+mod lane;
+mod peer;
+mod sink;
+mod stream;
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use crate::error::{Error, Result};
+use crate::fabric::{Fabric, Leave};
+use crate::fate::Fate;
+use crate::identity::Identity;
+use crate::link::Link;
+use crate::pace::{Egress, Pacer};
+use crate::settings::Settings;
+use peer::{Peer, TcpLink};
+
+/// How workers know each other.
+#[derive(Clone, Debug)]
+pub enum Security {
+    /// Each proves by a certificate of the fleet's authority that it is the worker of this name; names by rank.
+    Tls { identity: Identity, names: Vec<String> },
+    /// Nobody proves anything. Only for addresses that cannot be reached from outside.
+    Plain,
+}
+
+/// A worker's place in a fabric that is about to be made.
+#[derive(Debug)]
+pub struct Endpoint {
+    pub rank: usize,
+    /// Where peers reach this worker; closed once all have come.
+    pub listener: TcpListener,
+    /// Where each worker listens, by rank.
+    pub addresses: Vec<SocketAddr>,
+    /// Which fabric this is: workers of another one are turned away.
+    pub fabric: u128,
+    pub security: Security,
+}
+
+/// Connects this worker with all others, trying until the join deadline.
+pub fn connect(endpoint: Endpoint, settings: &Settings) -> Result<Arc<Fabric>> {
+    check(&endpoint, settings)?;
+    let names: Vec<String> = endpoint
+        .addresses
+        .iter()
+        .enumerate()
+        .map(|(rank, address)| format!("worker {rank} ({address})"))
+        .collect();
+    let rank = endpoint.rank;
+    let joined = join::join(endpoint, &names, settings)?;
+    let fate = Arc::new(Fate::default());
+    let shape = settings.shape.as_ref();
+    let egress = Egress::new(shape);
+    let mut tcp = Tcp { peers: Vec::new(), threads: Vec::new() };
+    let mut links: Vec<Option<Box<dyn Link>>> = names.iter().map(|_| None).collect();
+    for connections in joined {
+        let pacer = Pacer::new(shape, &egress, connections.peer);
+        let place = connections.peer;
+        let (peer, threads) = Peer::start(rank, connections, names.clone(), fate.clone(), pacer, settings)?;
+        links[place] = Some(Box::new(TcpLink(peer.clone())));
+        tcp.peers.push(peer);
+        tcp.threads.extend(threads);
+    }
+    Ok(Arc::new(Fabric::new(rank, names, fate, links, Box::new(tcp))))
+}
+
+fn check(endpoint: &Endpoint, settings: &Settings) -> Result<()> {
+    let size = endpoint.addresses.len();
+    let wrong = |what: String| Err(Error::Settings { what });
+    if endpoint.rank >= size {
+        return wrong(format!("there is no worker {} among {size}", endpoint.rank));
+    }
+    if settings.streams == 0 || settings.streams > join::STREAMS_MAX {
+        return wrong(format!("{} streams; there can be 1 to {}", settings.streams, join::STREAMS_MAX));
+    }
+    if settings.deadline < peer::DEADLINE_MIN {
+        return wrong(format!(
+            "a deadline of {:?} is shorter than {:?}",
+            settings.deadline,
+            peer::DEADLINE_MIN
+        ));
+    }
+    match &endpoint.security {
+        Security::Tls { names, .. } if names.len() != size => {
+            wrong(format!("{} names for {size} workers", names.len()))
+        }
+        Security::Tls { .. } => Ok(()),
+        Security::Plain => {
+            let own = endpoint.listener.local_addr().ok();
+            match endpoint.addresses.iter().chain(&own).find(|address| !address.ip().is_loopback()) {
+                Some(address) => Err(Error::PlainOutside { address: *address }),
+                None => Ok(()),
+            }
+        }
+    }
+}
+
+/// What keeps a fabric's connections alive, and ends them.
+struct Tcp {
+    peers: Vec<Arc<Peer>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Leave for Tcp {}
+
+impl Drop for Tcp {
+    fn drop(&mut self) {
+        for peer in &self.peers {
+            peer.close();
+        }
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has said so; there is nothing to add while ending.
+            let _ = thread.join();
+        }
+    }
+}

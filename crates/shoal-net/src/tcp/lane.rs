@@ -1,0 +1,135 @@
+//! Where data arrives. Nobody reads a lane in the background: of the threads that wait for a message on it, one reads the
+//! next header. If the frame is its own it reads on, into its caller's memory; if not, the frame waits at the head of
+//! the lane for its receiver, who is waiting too, for nothing is sent that was not asked for.
+//!
+//! Receivers read the stripes of a message in order, lane after lane, and senders write them in that order. So nobody
+//! waits in a circle: the frame that was written first of all that are unread stands at the head of its lane, and its
+//! receiver, who has everything before it, waits for exactly that frame.
+
+use std::io;
+use std::sync::{Condvar, Mutex};
+use std::time::Duration;
+
+use super::stream::{Reading, is_tick};
+use crate::fabric::Tag;
+use crate::wire::{HEADER_BYTES, Header, Violation};
+
+pub struct Lane {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    /// Away while a thread reads.
+    source: Option<Source>,
+    /// A frame whose receiver has not come yet; its payload is next on the source.
+    head: Option<Header>,
+}
+
+/// The connection, with what has been read of the next header.
+pub struct Source {
+    pub reading: Reading,
+    header: [u8; HEADER_BYTES],
+    filled: usize,
+}
+
+/// Why a lane gave no frame.
+pub enum Trouble {
+    /// The peer's connection, or what it sent, is at an end.
+    Closed(String),
+    Violation(Violation),
+    /// What `go_on` said.
+    Stopped,
+}
+
+impl Lane {
+    pub fn new(reading: Reading) -> Lane {
+        let source = Source { reading, header: [0; HEADER_BYTES], filled: 0 };
+        Lane { state: Mutex::new(State { source: Some(source), head: None }), changed: Condvar::new() }
+    }
+
+    /// Waits for the next frame of a message on this lane; its payload is read from the source, which must be given
+    /// back. `go_on` is asked every tick, `expected` about frames that are for others.
+    pub fn next(
+        &self,
+        tag: Tag,
+        tick: Duration,
+        mut go_on: impl FnMut() -> bool,
+        expected: impl Fn(&Header) -> Result<(), Violation>,
+    ) -> Result<(Header, Source), Trouble> {
+        let mut state = self.state.lock().expect("nobody panics with a lane");
+        loop {
+            let waits_here = state.head.is_some_and(|head| head.tag == tag);
+            match (state.source.take(), state.head) {
+                (Some(source), Some(head)) if waits_here => {
+                    state.head = None;
+                    return Ok((head, source));
+                }
+                (Some(mut source), None) => {
+                    drop(state);
+                    let found = source.next_header(&mut go_on);
+                    match found {
+                        Ok(header) if header.tag == tag => return Ok((header, source)),
+                        Ok(header) => {
+                            state = self.state.lock().expect("nobody panics with a lane");
+                            state.source = Some(source);
+                            state.head = Some(header);
+                            self.changed.notify_all();
+                            expected(&header).map_err(Trouble::Violation)?;
+                        }
+                        Err(trouble) => {
+                            self.give_back(source);
+                            return Err(trouble);
+                        }
+                    }
+                }
+                (source, _) => {
+                    state.source = source;
+                    if !go_on() {
+                        return Err(Trouble::Stopped);
+                    }
+                    state = self.changed.wait_timeout(state, tick).expect("nobody panics with a lane").0;
+                }
+            }
+        }
+    }
+
+    pub fn give_back(&self, source: Source) {
+        self.state.lock().expect("nobody panics with a lane").source = Some(source);
+        self.changed.notify_all();
+    }
+}
+
+impl Source {
+    fn next_header(&mut self, go_on: &mut impl FnMut() -> bool) -> Result<Header, Trouble> {
+        while self.filled < HEADER_BYTES {
+            self.filled += read_some(&mut self.reading, &mut self.header[self.filled..], go_on)?;
+        }
+        self.filled = 0;
+        Header::decode(&self.header).map_err(Trouble::Violation)
+    }
+}
+
+/// At least one byte, waited for as long as `go_on` says.
+pub fn read_some(
+    reading: &mut Reading,
+    into: &mut [u8],
+    go_on: &mut impl FnMut() -> bool,
+) -> Result<usize, Trouble> {
+    loop {
+        match reading.read(into) {
+            Ok(0) => return Err(Trouble::Closed("its connection was closed".to_owned())),
+            Ok(count) => return Ok(count),
+            Err(error) if is_tick(&error) => {
+                if !go_on() {
+                    return Err(Trouble::Stopped);
+                }
+            }
+            Err(error) => return Err(Trouble::Closed(closed(&error))),
+        }
+    }
+}
+
+pub fn closed(error: &io::Error) -> String {
+    format!("its connection broke: {error}")
+}

@@ -1,0 +1,100 @@
+//! Where frames leave for a peer: whole frames, one thread at a time. On a shaped link a frame leaves when the link is
+//! free, and where the link has a latency a thread of its own writes it when it is due, so that many can be under way.
+
+use std::io;
+use std::net::Shutdown;
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use super::stream::Writing;
+use crate::pace::{Pacer, Progress, sleep_until};
+use crate::wire::Header;
+
+pub struct Sink {
+    writing: Arc<Mutex<Writing>>,
+    pacer: Option<Arc<Pacer>>,
+    /// To the thread that writes what is due; gone when the sink is closed.
+    under_way: Mutex<Option<mpsc::Sender<Delayed>>>,
+    delayed: bool,
+}
+
+struct Delayed {
+    due: Instant,
+    header: Header,
+    payload: Vec<u8>,
+}
+
+impl Sink {
+    /// `go_on` says, for the thread of delayed frames, whether there is any point in waiting for the peer.
+    pub fn new(
+        writing: Writing,
+        pacer: Option<Arc<Pacer>>,
+        go_on: impl Fn() -> io::Result<()> + Send + 'static,
+    ) -> io::Result<(Sink, Option<JoinHandle<()>>)> {
+        let writing = Arc::new(Mutex::new(writing));
+        let delayed = pacer.as_ref().is_some_and(|pacer| pacer.delays());
+        let mut sink = Sink { writing: writing.clone(), pacer, under_way: Mutex::new(None), delayed };
+        if !delayed {
+            return Ok((sink, None));
+        }
+        let (sender, receiver) = mpsc::channel::<Delayed>();
+        sink.under_way = Mutex::new(Some(sender));
+        let thread = thread::Builder::new().name("shoal-net delay".to_owned()).spawn(move || {
+            for frame in receiver {
+                sleep_until(frame.due);
+                let mut writing = writing.lock().expect("no writer panics");
+                if writing.write(&frame.header.encode(), &frame.payload, &go_on).is_err() {
+                    // Whoever reads from this peer finds out what became of it.
+                    return;
+                }
+            }
+            let _ = writing.lock().expect("no writer panics").socket().shutdown(Shutdown::Write);
+        })?;
+        Ok((sink, Some(thread)))
+    }
+
+    pub fn is_shaped(&self) -> bool {
+        self.pacer.is_some()
+    }
+
+    /// Writes one frame whole. `go_on` is asked while the peer takes nothing.
+    pub fn put(
+        &self,
+        header: &Header,
+        payload: &[u8],
+        progress: &mut Progress,
+        go_on: impl FnMut() -> io::Result<()>,
+    ) -> io::Result<()> {
+        let Some(pacer) = &self.pacer else {
+            return self.writing.lock().expect("no writer panics").write(&header.encode(), payload, go_on);
+        };
+        if !self.delayed {
+            let (through, _) = pacer.take(progress, payload.len());
+            sleep_until(through);
+            return self.writing.lock().expect("no writer panics").write(&header.encode(), payload, go_on);
+        }
+        let payload = payload.to_vec();
+        let through = {
+            // Frames are lined up under the lock, so that they stand in the order of their times.
+            let under_way = self.under_way.lock().expect("nobody panics with it");
+            let (through, due) = pacer.take(progress, payload.len());
+            let sent = under_way.as_ref().map(|line| line.send(Delayed { due, header: *header, payload }));
+            if !matches!(sent, Some(Ok(()))) {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            through
+        };
+        sleep_until(through);
+        Ok(())
+    }
+
+    /// No more frames; what is under way still arrives.
+    pub fn close(&self) {
+        if self.delayed {
+            self.under_way.lock().expect("nobody panics with it").take();
+        } else {
+            let _ = self.writing.lock().expect("no writer panics").socket().shutdown(Shutdown::Write);
+        }
+    }
+}

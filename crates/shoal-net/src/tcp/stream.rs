@@ -1,0 +1,121 @@
+//! One connection, read or written by one thread at a time, plain or through TLS. Sockets wake their threads every
+//! tick, so that a thread that waits sees when there is no point in it any more.
+
+use std::io::{self, IoSlice, Read, Write};
+use std::net::TcpStream;
+
+use rustls::{ClientConnection, ServerConnection};
+
+/// The receiving end of a connection that a peer made.
+pub enum Reading {
+    Plain(TcpStream),
+    Tls(Box<ServerConnection>, TcpStream),
+}
+
+impl Reading {
+    /// The next bytes. `WouldBlock` when a tick has passed, `Ok(0)` at the end.
+    pub fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Reading::Plain(socket) => socket.read(into),
+            Reading::Tls(session, socket) => loop {
+                match session.reader().read(into) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    // An end without its notice is an end too: whether it is in order is for frames to say.
+                    Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(0),
+                    other => return other,
+                }
+                session.read_tls(socket)?;
+                session
+                    .process_new_packets()
+                    .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+            },
+        }
+    }
+
+    /// Says something back, which happens only while the connection is being made.
+    pub fn answer(&mut self, bytes: &[u8], mut go_on: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+        match self {
+            Reading::Plain(socket) => {
+                let mut rest = bytes;
+                while !rest.is_empty() {
+                    rest = &rest[progress(socket.write(rest), &mut go_on)?..];
+                }
+            }
+            Reading::Tls(session, socket) => {
+                session.writer().write_all(bytes)?;
+                while session.wants_write() {
+                    progress(session.write_tls(socket), &mut go_on)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The sending end of a connection that this worker made.
+pub enum Writing {
+    Plain(TcpStream),
+    Tls(Box<ClientConnection>, TcpStream),
+}
+
+impl Writing {
+    /// Writes a header and its payload whole. `go_on` is asked every tick in which nothing could be written.
+    pub fn write(
+        &mut self,
+        header: &[u8],
+        payload: &[u8],
+        mut go_on: impl FnMut() -> io::Result<()>,
+    ) -> io::Result<()> {
+        match self {
+            Writing::Plain(socket) => {
+                let (mut header, mut payload) = (header, payload);
+                while !header.is_empty() || !payload.is_empty() {
+                    let written = socket.write_vectored(&[IoSlice::new(header), IoSlice::new(payload)]);
+                    let count = progress(written, &mut go_on)?;
+                    let of_header = count.min(header.len());
+                    header = &header[of_header..];
+                    payload = &payload[count - of_header..];
+                }
+                Ok(())
+            }
+            Writing::Tls(session, socket) => {
+                let (mut header, mut payload) = (header, payload);
+                while !header.is_empty() || !payload.is_empty() {
+                    let part = payload.len().min(SEALED_BYTES - header.len());
+                    let parts = [IoSlice::new(header), IoSlice::new(&payload[..part])];
+                    let count = session.writer().write_vectored(&parts)?;
+                    let of_header = count.min(header.len());
+                    header = &header[of_header..];
+                    payload = &payload[count - of_header..];
+                    while session.wants_write() {
+                        progress(session.write_tls(socket), &mut go_on)?;
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+
+    pub fn socket(&self) -> &TcpStream {
+        match self {
+            Writing::Plain(socket) | Writing::Tls(_, socket) => socket,
+        }
+    }
+}
+
+/// What is sealed before it is sent: four records, so that sealing and sending stay in the cache.
+const SEALED_BYTES: usize = 4 * 16_384;
+
+fn progress(written: io::Result<usize>, go_on: &mut impl FnMut() -> io::Result<()>) -> io::Result<usize> {
+    match written {
+        Ok(0) => Err(io::ErrorKind::WriteZero.into()),
+        Ok(count) => Ok(count),
+        Err(error) if is_tick(&error) => go_on().map(|()| 0),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether an error only says that time has passed.
+pub fn is_tick(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted)
+}
