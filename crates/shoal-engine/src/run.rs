@@ -2,7 +2,7 @@
 //! program's affair; what this loop owns is that a run can be stopped, killed and resumed at any moment and
 //! end in the same bits.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use shoal_plan::{Layout, Plan, Program, Purpose, compile, verify};
 use shoal_state::checkpoint::{Checkpoint, Entry, Header, Store};
 
 use crate::error::{EngineError, Result};
-use crate::executor::{Batch, Executor, StepInput, StepOutcome};
+use crate::executor::{Batch, Executor, StepInput, StepOutcome, Traced};
 use crate::identity::Identity;
 use crate::loss_scale::LossScale;
 use crate::metrics::{Metrics, StepRecord};
@@ -33,6 +33,9 @@ pub enum Interval {
 
 /// Which generator the seed belongs to, as checkpoints record it: draws are a pure function of these.
 const RNG: &str = "mix(seed, step, sample, layer, site, element) 1";
+
+/// Steps whose traces are kept.
+const TRACED_STEPS: usize = 20;
 
 /// With `every = "auto"`: never more often than this, and saving takes at most a hundredth of the time.
 const AUTO_LEAST: Duration = Duration::from_secs(60);
@@ -57,6 +60,8 @@ pub struct RunSettings {
     pub predicted_seconds: Option<f64>,
     /// Of all devices together, where they have prices.
     pub dollars_per_hour: Option<f64>,
+    /// The step from which on it is noted when instructions were under way; the last few steps are kept.
+    pub trace_from: Option<u64>,
 }
 
 /// Devices of a kind: their share of a step's operations, and their matrix rate, all together.
@@ -135,6 +140,8 @@ pub struct Run {
     /// In fp16.
     loss_scale: Option<LossScale>,
     last_saved: Option<u64>,
+    /// When the instructions of the last steps were under way.
+    traced: VecDeque<Vec<Traced>>,
 }
 
 /// What follows a step.
@@ -206,7 +213,13 @@ impl Run {
             books,
             step,
             loss_scale,
+            traced: VecDeque::new(),
         })
+    }
+
+    /// When the instructions of the last steps were under way, step by step, where that is noted.
+    pub fn take_traced(&mut self) -> Vec<Vec<Traced>> {
+        std::mem::take(&mut self.traced).into()
     }
 
     pub fn step(&self) -> u64 {
@@ -286,6 +299,8 @@ impl Run {
     }
 
     fn train_step(&mut self, layout: Option<&Layout>) -> Result<StepRecord> {
+        let traces = self.settings.trace_from.is_some_and(|from| self.step >= from);
+        self.executor.set_traces(traces);
         let started = Instant::now();
         let settings = &self.settings;
         let lr = settings.optimizer.lr * settings.schedule.factor(self.step, settings.steps);
@@ -306,6 +321,11 @@ impl Run {
             }
             other => other,
         })?;
+        if traces {
+            self.executor.set_traces(false);
+            self.traced.push_back(self.executor.take_traced());
+            self.traced.drain(..self.traced.len().saturating_sub(TRACED_STEPS));
+        }
         if let Some(scale) = &mut self.loss_scale {
             if outcome.overflowed && !scale.can_fall() {
                 let (step, what, value) = (self.step + 1, "norm of the gradient", outcome.gradient_norm);

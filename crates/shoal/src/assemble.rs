@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use shoal_data::{Dataset, DatasetSpec, ImageSpec, Tokenizer, Variation};
 use shoal_engine::import::reader;
-use shoal_engine::{Executor, ModelState, Replay, rate};
+use shoal_engine::{Executor, KindRate, ModelState, Replay, RunSettings, rate};
 use shoal_kernels::cuda::GpuFacts;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
 use shoal_model::{Chain, ImageShape, Layer, LayerKind, Precision, TensorSpec};
@@ -356,6 +356,26 @@ pub fn executor(
     let mut executor = Executor::new(device, chain.clone(), job.sequence, state)?;
     executor.set_replay(job.graphs.unwrap_or_else(|| usual_replay(chain)));
     Ok(executor)
+}
+
+/// What a job's run is to do, on devices of these kinds.
+pub fn run_settings(job: &Job, stop_at: Option<u64>, rates: Vec<KindRate>) -> RunSettings {
+    RunSettings {
+        steps: job.steps,
+        stop_at,
+        seed: job.seed,
+        shuffle: job.shuffle,
+        optimizer: job.optimizer,
+        schedule: job.schedule.clone(),
+        folder: job.run_folder.clone(),
+        checkpoint_every: job.checkpoint_every,
+        checkpoints_kept: job.checkpoints_kept,
+        eval_every: job.eval.as_ref().map(|(_, every)| *every),
+        rates,
+        predicted_seconds: None,
+        dollars_per_hour: None,
+        trace_from: None,
+    }
 }
 
 /// Hands over what sets a job's parameters before its first step.

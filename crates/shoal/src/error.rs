@@ -55,7 +55,8 @@ through_engine!(
     shoal_kernels::device::DeviceError,
     shoal_plan::PlanError,
     shoal_plan::CompileError,
-    shoal_plan::ProgramError
+    shoal_plan::ProgramError,
+    shoal_net::Error
 );
 
 pub type Result<T = ()> = std::result::Result<T, CliError>;

@@ -1,6 +1,6 @@
 //! A job on a fleet: its files read, its plan searched, its step described.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::json;
 use shoal_fleet::{Costs, Fleet, Node, Profile};
@@ -24,10 +24,10 @@ pub struct FleetOptions {
     pub fleet: Option<PathBuf>,
     /// What layers were measured to take, as `shoal profile` wrote it; other kinds of devices are estimated
     #[arg(long, value_name = "FILE", requires = "fleet")]
-    profile: Option<PathBuf>,
+    pub profile: Option<PathBuf>,
     /// Search one shape of plan only
     #[arg(long, value_name = "SHAPE", requires = "fleet")]
-    shape: Option<String>,
+    pub shape: Option<String>,
 }
 
 /// A fleet and what layers cost on it.
@@ -40,6 +40,18 @@ impl OnFleet {
     /// What all of it costs for so long, whoever computes.
     pub fn dollars(&self, seconds: f64) -> f64 {
         self.fleet.dollars_per_hour() * seconds / 3600.0
+    }
+}
+
+impl OnFleet {
+    /// Refuses a table for another number of devices.
+    pub fn assert_made_for(&self, plan: &Plan) -> Result {
+        let (planned, there) = (plan.devices.len(), self.fleet.devices.len());
+        if planned == there {
+            return Ok(());
+        }
+        let what = format!("the table is for {planned} devices, the fleet has {there}");
+        Err(CliError::said(what, "name the fleet that the table was made for"))
     }
 }
 
@@ -283,4 +295,16 @@ pub fn print_layers(plan: &Plan) {
         let shown = if same > 1 { format!("{name} (x{same})") } else { name.clone() };
         println!("{shown:<width$} {}", lines[place]);
     });
+}
+
+/// A table that was written for this model.
+pub fn read_table(path: &Path, chain: &Chain) -> Result<Plan> {
+    let text = std::fs::read_to_string(path).map_err(CliError::at(path))?;
+    let refused = |what: String| {
+        let hint = "write it with `shoal plan JOB.toml --fleet FILE --table FILE` for the same job";
+        CliError::said(format!("{}: {what}", path.display()), hint)
+    };
+    let plan: Plan = serde_json::from_str(&text).map_err(|error| refused(error.to_string()))?;
+    plan.check(chain).map_err(|error| refused(error.to_string()))?;
+    Ok(plan)
 }

@@ -4,10 +4,12 @@ mod assemble;
 mod commands;
 mod error;
 mod fleet_plan;
+mod in_a_box;
 mod job;
 mod machine;
 mod model_folder;
 mod preprocessor;
+mod run_folder;
 mod show;
 mod timeline;
 
@@ -16,7 +18,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::commands::{
-    bench, demo, doctor, export, generate, init, plan, profile, simulate, train, validate, verify,
+    bench, demo, doctor, export, generate, init, lab, plan, profile, simulate, train, validate, verify,
+    worker,
 };
 
 /// Trains large neural networks on the accelerators people can actually get.
@@ -41,6 +44,11 @@ enum Command {
     Plan(plan::Options),
     /// A step of a plan on a virtual clock: how long, where the time goes, a picture
     Simulate(simulate::Options),
+    /// Train a job on a fleet in a box: a process for each of its devices, on this machine
+    Lab(lab::Options),
+    /// One device of a lab
+    #[command(hide = true)]
+    Worker(worker::Options),
     /// Write a run's model as a Hugging Face folder
     Export(export::Options),
     /// Continue a prompt with a trained model
@@ -63,6 +71,8 @@ fn main() -> ExitCode {
         Command::Train(options) => train::run(options),
         Command::Plan(options) => plan::run(options),
         Command::Simulate(options) => simulate::run(options),
+        Command::Lab(options) => lab::run(options),
+        Command::Worker(options) => worker::run(options),
         Command::Export(options) => export::run(options),
         Command::Generate(options) => generate::run(options),
         Command::Bench(options) => bench::run(options),

@@ -1,16 +1,17 @@
 //! `shoal simulate`: one step of a plan on a virtual clock. The programs are those that the engine would run.
 
+mod against;
 mod trace;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use shoal_model::Chain;
-use shoal_plan::{Layout, Plan, Purpose, compile_paced, memory, verify_all};
+use shoal_plan::{Layout, Meetings, Purpose, compile_paced, memory, verify_all};
 use shoal_planner::breakdown;
 use shoal_sim::{FleetWorld, Jitter, Settings, simulate};
 
 use crate::error::{CliError, Result};
-use crate::fleet_plan::{Described, FleetOptions};
+use crate::fleet_plan::{Described, FleetOptions, read_table};
+use crate::in_a_box::trace::Trace;
 use crate::job::Job;
 use crate::timeline::{Drawing, Timeline, time_text};
 
@@ -35,6 +36,9 @@ pub struct Options {
     /// Play a whole run over a spot trace (docs/fleet.md), on machines like the fleet's first
     #[arg(long, value_name = "FILE", conflicts_with_all = ["table", "timeline"])]
     trace: Option<PathBuf>,
+    /// Set a step that really ran beside this: a trace that `shoal lab --trace` wrote
+    #[arg(long, value_name = "TRACE", conflicts_with = "trace")]
+    against: Option<PathBuf>,
     /// Draw what each device does when: FILE.svg, or FILE.html to point at instructions
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
@@ -58,17 +62,23 @@ pub fn run(options: Options) -> Result {
         Some(path) => read_table(path, &chain)?,
         None => options.on.search(&job, &chain, &on)?.best.plan,
     };
-    if on.fleet.devices.len() != plan.devices.len() {
-        let (planned, there) = (plan.devices.len(), on.fleet.devices.len());
-        let what = format!("the table is for {planned} devices, the fleet has {there}");
-        return Err(CliError::said(what, "name the fleet that the table was made for"));
-    }
+    on.assert_made_for(&plan)?;
     let layout = Layout::new(&plan, &chain);
     let world = FleetWorld::new(&on.fleet, &on.costs, &layout);
     let programs = compile_paced(&plan, &chain, Purpose::Train, &world)?;
     verify_all(&programs, &plan, &chain, Purpose::Train)?;
     let jitter = (options.jitter > 0.0).then_some(Jitter { seed: options.seed, most: options.jitter });
     let simulated = simulate(&programs, &layout, &world, Settings { jitter, memory: false })?;
+    if let Some(path) = &options.against {
+        let meetings = Meetings::new(&programs, &layout)?;
+        let trace = Trace::read(path)?;
+        let comparison = against::Comparison::new(&trace, &plan, &programs, &meetings, &simulated)?;
+        match options.json {
+            true => println!("{}", comparison.json()),
+            false => comparison.print(),
+        }
+        return Ok(());
+    }
     let memory: Vec<_> = programs.iter().map(|program| memory::forecast_in(program, &layout)).collect();
     if let Some(drawing) = drawing {
         let timeline = Timeline {
@@ -95,15 +105,4 @@ pub fn run(options: Options) -> Result {
         false => described.print(),
     }
     Ok(())
-}
-
-fn read_table(path: &Path, chain: &Chain) -> Result<Plan> {
-    let text = std::fs::read_to_string(path).map_err(CliError::at(path))?;
-    let refused = |what: String| {
-        let hint = "write it with `shoal plan JOB.toml --fleet FILE --table FILE` for the same job";
-        CliError::said(format!("{}: {what}", path.display()), hint)
-    };
-    let plan: Plan = serde_json::from_str(&text).map_err(|error| refused(error.to_string()))?;
-    plan.check(chain).map_err(|error| refused(error.to_string()))?;
-    Ok(plan)
 }

@@ -1,0 +1,387 @@
+//! `shoal lab`: a job on a fleet in a box. The fleet's plan runs as it would there, a process a device, and what it takes
+//! is set beside what was predicted.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+
+use serde_json::json;
+use shoal_engine::{RunEvent, Traced};
+use shoal_fleet::Fleet;
+use shoal_model::{Chain, Precision};
+use shoal_net::identity::Authority;
+use shoal_plan::{Lane, Layout, Plan, Program, Purpose, compile_paced, verify_all};
+use shoal_sim::{FleetWorld, Settings, World, simulate};
+
+use super::train::stop_on_signals;
+use super::trial::median;
+use super::worker::trace_file;
+use crate::error::{CliError, Result};
+use crate::fleet_plan::{FleetOptions, OnFleet, read_table};
+use crate::in_a_box::Workers;
+use crate::in_a_box::assignment::{Assignment, Network, Report, name_of};
+use crate::in_a_box::trace::{FORMAT, Trace};
+use crate::job::{Job, duration_text};
+use crate::machine;
+use crate::run_folder::{Known, RunFolder};
+use crate::show::Progress;
+use crate::timeline::time_text;
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// The fleet file
+    fleet: PathBuf,
+    /// The job file
+    job: PathBuf,
+    /// Change a key of the job: --set train.steps=100
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    #[command(flatten)]
+    search: SearchOptions,
+    /// Stop after this step, save, and exit as if interrupted
+    #[arg(long, value_name = "STEP")]
+    stop_at: Option<u64>,
+    /// Play the processors too, as fast as the profile says or public figures let expect
+    #[arg(long)]
+    paced: bool,
+    /// Let everything last so many times longer, links too; by default as long as it takes to play devices well
+    #[arg(long, value_name = "TIMES")]
+    stretch: Option<f64>,
+    /// Leave the links between workers as fast as this machine is
+    #[arg(long)]
+    unshaped: bool,
+    /// Let workers know each other by their addresses alone, without certificates
+    #[arg(long)]
+    plain: bool,
+    /// Seconds of silence after which a worker counts as dead
+    #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
+    deadline: f64,
+    /// Note when each instruction was under way, for `shoal simulate --against`
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Print a summary as JSON and no progress
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+struct SearchOptions {
+    /// What layers were measured to take, as `shoal profile` wrote it; other kinds of devices are estimated
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// Search one shape of plan only
+    #[arg(long, value_name = "SHAPE")]
+    shape: Option<String>,
+    /// A table that `shoal plan --table` wrote; without it the best is searched
+    #[arg(long, value_name = "FILE")]
+    table: Option<PathBuf>,
+}
+
+/// Steps at the beginning that are not measured: memory is touched for the first time, connections grow.
+const WARM_UP_STEPS: u64 = 2;
+/// Played instructions should last about so long: shorter ones would drown in what sleeping and waking take.
+const PLAYED_SECONDS: f64 = 5e-3;
+
+pub fn run(options: Options) -> Result {
+    let job = Job::read(&options.job, &options.set)?;
+    let chain = job.chain();
+    if job.precision != Precision::Fp32 {
+        let what = format!("a lab of processors computes in fp32, the job in {}", job.precision.name());
+        return Err(CliError::said(what, "add --set train.precision=fp32"));
+    }
+    let positive = |value: f64| value.is_finite() && value > 0.0;
+    if !positive(options.deadline) || options.stretch.is_some_and(|stretch| !positive(stretch)) {
+        return Err(CliError::said(
+            "--deadline and --stretch are above 0",
+            "leave them out for the defaults",
+        ));
+    }
+    let stop = stop_on_signals()?;
+    let planned = Prepared::new(&options, &job, &chain)?;
+    let known = Known::read(&job)?;
+    let chosen = json!({"plan": planned.plan.id()});
+    let folder = RunFolder::open(&job, known, chosen, options.stop_at, options.json)?;
+    folder.identity.claim(&job.run_folder)?;
+    let resumed = folder.found.as_ref().map(|checkpoint| checkpoint.manifest().step);
+    let lab = job.run_folder.join("lab");
+    std::fs::create_dir_all(&lab).map_err(CliError::at(&lab))?;
+    let assignments = planned.assignments(&options, &job, &lab, resumed)?;
+    if !options.json {
+        eprintln!("{}", planned.banner(&job, resumed));
+    }
+    let leader = planned.leader();
+    let mut workers = Workers::start(&lab, &assignments)?;
+    let mut progress = Progress::new(job.steps, resumed.unwrap_or(0), options.json);
+    let (mut steps, mut loss, mut seconds, mut end) = (resumed.unwrap_or(0), None, Vec::new(), None);
+    let mut memory = BTreeMap::new();
+    let first_measured = steps + WARM_UP_STEPS;
+    let followed = workers.follow(
+        leader,
+        || stop.load(Ordering::Relaxed),
+        |report| match report {
+            Report::Step(record) => {
+                if record.step > first_measured {
+                    seconds.push(record.step_ms / 1e3);
+                }
+                (steps, loss, memory) = (record.step, Some(record.loss), record.memory_bytes.clone());
+                progress.event(&RunEvent::Step(*record));
+            }
+            Report::Saved { step, bytes, seconds } => {
+                progress.event(&RunEvent::Saved { step, bytes, seconds })
+            }
+            Report::Done { finished, .. } => end = Some(finished),
+            Report::Listening(_) => {}
+        },
+    );
+    progress.finish();
+    followed?;
+    if let Some(path) = &options.trace {
+        planned.collect_trace(&lab)?.write(path)?;
+        eprintln!("wrote {}", path.display());
+    }
+    let measured = (!seconds.is_empty()).then(|| median(&mut seconds));
+    planned.tell(&options, &job, &Outcome { steps, loss, measured, finished: end == Some(true), memory });
+    Ok(())
+}
+
+struct Outcome {
+    steps: u64,
+    loss: Option<f64>,
+    /// Median seconds of a step.
+    measured: Option<f64>,
+    finished: bool,
+    /// The most bytes counted, by device.
+    memory: BTreeMap<String, u64>,
+}
+
+/// A plan, its programs, and how they are to be played.
+struct Prepared {
+    on: OnFleet,
+    plan: Plan,
+    programs: Vec<Program>,
+    /// Of a step, on the fleet itself.
+    predicted: f64,
+    /// Bytes by device.
+    forecast: Vec<u64>,
+    /// Of each played device, seconds by instruction.
+    pace: Vec<Option<Vec<f64>>>,
+    stretch: f64,
+    members: Vec<usize>,
+}
+
+impl Prepared {
+    fn new(options: &Options, job: &Job, chain: &Chain) -> Result<Prepared> {
+        let SearchOptions { profile, shape, table } = &options.search;
+        let fleet_options = FleetOptions {
+            fleet: Some(options.fleet.clone()),
+            profile: profile.clone(),
+            shape: shape.clone(),
+        };
+        let on = fleet_options.read(job, chain)?;
+        let plan = match table {
+            Some(path) => read_table(path, chain)?,
+            None => fleet_options.search(job, chain, &on)?.best.plan,
+        };
+        on.assert_made_for(&plan)?;
+        let layout = Layout::new(&plan, chain);
+        let world = FleetWorld::new(&on.fleet, &on.costs, &layout);
+        let programs = compile_paced(&plan, chain, Purpose::Train, &world)?;
+        verify_all(&programs, &plan, chain, Purpose::Train)?;
+        let predicted = simulate(&programs, &layout, &world, Settings::default())?.seconds;
+        let forecast =
+            programs.iter().map(|program| shoal_plan::memory::forecast_in(program, &layout).total());
+        let played = |program: &Program| {
+            let kind = &on.fleet.devices[program.device].kind;
+            (options.paced || kind != shoal_fleet::catalogue::CPU).then(|| durations(program, &world))
+        };
+        let pace: Vec<Option<Vec<f64>>> = programs.iter().map(played).collect();
+        let forecast = forecast.collect();
+        let members = layout.members().to_vec();
+        let stretch = options.stretch.unwrap_or_else(|| stretch_of(&pace));
+        Ok(Prepared { predicted, forecast, pace, stretch, members, programs, plan, on })
+    }
+
+    fn leader(&self) -> usize {
+        self.members.first().copied().unwrap_or(0)
+    }
+
+    fn banner(&self, job: &Job, resumed: Option<u64>) -> String {
+        let played = self.pace.iter().filter(|pace| pace.is_some()).count();
+        let real = self.members.len() - played.min(self.members.len());
+        let slower =
+            if self.stretch > 1.0 { format!(", {:.0} times slower", self.stretch) } else { String::new() };
+        [
+            format!("shoal {} · {} in the lab", env!("CARGO_PKG_VERSION"), job.name),
+            format!(
+                "  fleet    {} devices, {real} of them processors here, {played} played{slower}",
+                self.plan.devices.len()
+            ),
+            format!(
+                "  plan     {}: {} a step predicted",
+                self.plan.id(),
+                time_text(self.predicted * self.stretch)
+            ),
+            format!(
+                "  steps    {}; about {} to go",
+                job.steps,
+                duration_text((job.steps - resumed.unwrap_or(0)) as f64 * self.predicted * self.stretch)
+            ),
+            format!(
+                "  run      {}: {}",
+                job.run_folder.display(),
+                resumed.map_or("new".to_owned(), |step| format!("resumes after step {step}"))
+            ),
+        ]
+        .join("\n")
+    }
+
+    fn assignments(
+        &self,
+        options: &Options,
+        job: &Job,
+        folder: &Path,
+        checkpoint: Option<u64>,
+    ) -> Result<Vec<Assignment>> {
+        let authority = if options.plain { None } else { Some(Authority::new()?) };
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        let fabric = now.as_nanos() ^ (u128::from(std::process::id()) << 64);
+        let real = self.pace.iter().filter(|pace| pace.is_none()).count().max(1);
+        let available = machine::available_bytes();
+        let mut all = Vec::new();
+        for program in &self.programs {
+            let rank = program.device;
+            let identity = authority.as_ref().map(|authority| authority.issue(&name_of(rank))).transpose()?;
+            let network = Network {
+                fabric,
+                deadline_seconds: options.deadline,
+                identity: identity.map(|identity| {
+                    [identity.certificate_pem(), identity.key_pem(), identity.authority_pem()]
+                        .map(str::to_owned)
+                }),
+                egress: None,
+                links: BTreeMap::new(),
+            };
+            let node = &self.on.fleet.nodes[self.on.fleet.devices[rank].node];
+            all.push(Assignment {
+                job: options.job.clone(),
+                set: options.set.clone(),
+                stop_at: options.stop_at,
+                plan: self.plan.clone(),
+                program: program.clone(),
+                leads: rank == self.leader(),
+                checkpoint,
+                threads: match self.pace[rank] {
+                    Some(_) => 1,
+                    None => job.threads.unwrap_or((machine::cores() / real).max(1)),
+                },
+                host_bytes: (node.host_memory_bytes / node.devices.len().max(1) as u64).min(available),
+                folder: folder.to_owned(),
+                pace: self.pace[rank].iter().flatten().map(|seconds| seconds * self.stretch).collect(),
+                network: match options.unshaped {
+                    true => network,
+                    false => shaped(network, &self.on.fleet, rank, self.stretch),
+                },
+                trace_from: options.trace.as_ref().map(|_| checkpoint.unwrap_or(0) + WARM_UP_STEPS),
+                predicted_seconds: self.predicted * self.stretch,
+                dollars_per_hour: self.on.fleet.dollars_per_hour(),
+            });
+        }
+        Ok(all)
+    }
+
+    fn collect_trace(&self, folder: &Path) -> Result<Trace> {
+        let mut steps: Vec<Vec<Vec<Traced>>> = Vec::new();
+        for rank in 0..self.plan.devices.len() {
+            if !self.members.contains(&rank) {
+                steps.iter_mut().for_each(|step| step.push(Vec::new()));
+                continue;
+            }
+            let path = trace_file(folder, rank);
+            let text = std::fs::read_to_string(&path).map_err(CliError::at(&path))?;
+            let own: Vec<Vec<Traced>> =
+                serde_json::from_str(&text).map_err(|error| CliError::at(&path)(error.into()))?;
+            if steps.len() < own.len() {
+                // Devices before this one that have no part.
+                steps.resize(own.len(), vec![Vec::new(); rank]);
+            }
+            steps.iter_mut().zip(own).for_each(|(step, own)| step.push(own));
+        }
+        Ok(Trace { format: FORMAT, plan: self.plan.id(), stretch: self.stretch, steps })
+    }
+
+    fn tell(&self, options: &Options, job: &Job, outcome: &Outcome) {
+        let predicted = self.predicted * self.stretch;
+        let off = outcome.measured.map(|measured| predicted / measured - 1.0);
+        let name = |index: usize| &self.plan.devices[index].name;
+        if options.json {
+            let devices = self.members.iter().map(|index| {
+                let counted = outcome.memory.get(name(*index));
+                json!({"name": name(*index), "predicted_bytes": self.forecast[*index], "counted_bytes": counted})
+            });
+            println!(
+                "{}",
+                json!({
+                    "run": job.run_folder, "plan_id": self.plan.id(), "steps": outcome.steps, "loss": outcome.loss,
+                    "finished": outcome.finished, "stretch": self.stretch, "predicted_seconds": predicted,
+                    "measured_seconds": outcome.measured, "prediction_off": off,
+                    "devices": devices.collect::<Vec<_>>(),
+                })
+            );
+            return;
+        }
+        let how = if outcome.finished { "finished" } else { "stopped after" };
+        let loss = outcome.loss.map_or(String::new(), |loss| format!(", loss {loss:.4}"));
+        println!("{how} {} steps{loss}", outcome.steps);
+        if let (Some(measured), Some(off)) = (outcome.measured, off) {
+            println!(
+                "a step took {}, predicted {} ({:+.1} %)",
+                time_text(measured),
+                time_text(predicted),
+                100.0 * off
+            );
+        }
+        let over = self.members.iter().filter(|index| {
+            outcome.memory.get(name(**index)).is_some_and(|counted| *counted > self.forecast[**index])
+        });
+        match over.count() {
+            0 => println!("memory stayed within its forecast on every device"),
+            count => println!("memory passed its forecast on {count} devices"),
+        }
+        println!("export it with: shoal export {} DIR", job.run_folder.display());
+    }
+}
+
+/// How long each of a program's instructions lasts on its device, by number; what waits for others lasts as it lasts.
+fn durations(program: &Program, world: &FleetWorld) -> Vec<f64> {
+    let mut durations =
+        vec![0.0; program.instructions.iter().map(|next| next.id as usize + 1).max().unwrap_or(0)];
+    for instruction in program.instructions.iter().filter(|next| next.lane != Lane::Network) {
+        let work = world.alone(&instruction.op, program.device);
+        let rates =
+            work.resources.iter().map(|resource| world.resources()[*resource as usize].bytes_per_second);
+        let moving = if work.bytes > 0.0 { work.bytes / rates.fold(f64::INFINITY, f64::min) } else { 0.0 };
+        durations[instruction.id as usize] = work.seconds + moving;
+    }
+    durations
+}
+
+/// So much slower that instructions which take time last long enough to be played.
+fn stretch_of(pace: &[Option<Vec<f64>>]) -> f64 {
+    let lasting = pace.iter().flatten().flatten().filter(|seconds| **seconds > 0.0);
+    let (count, sum) = lasting.fold((0.0, 0.0), |(count, sum), seconds| (count + 1.0, sum + seconds));
+    if count == 0.0 { 1.0 } else { (PLAYED_SECONDS * count / sum).max(1.0) }
+}
+
+/// The fleet's links, as one of its devices sends over them.
+fn shaped(mut network: Network, fleet: &Fleet, rank: usize, stretch: f64) -> Network {
+    for other in (0..fleet.devices.len()).filter(|other| *other != rank) {
+        let link = fleet.link(rank, other);
+        network.links.insert(other, (link.bytes_per_second / stretch, link.seconds_latency * stretch));
+    }
+    let node = &fleet.nodes[fleet.devices[rank].node];
+    // Alone in its node a device has the interface to itself; several are each held to their links.
+    if node.devices.len() == 1 && fleet.nodes.len() > 1 {
+        network.egress = Some(node.network.bytes_per_second / stretch);
+    }
+    network
+}

@@ -1,0 +1,163 @@
+//! A real step beside the simulated one, instruction by instruction. What matters of an instruction is how much later it
+//! ended than foreseen beyond what it was already late by when it could start: that is its own doing, the rest is others'.
+
+use std::collections::HashMap;
+
+use serde_json::json;
+use shoal_plan::{Meetings, Plan, Program};
+use shoal_sim::Simulated;
+
+use crate::commands::trial::median;
+use crate::error::{CliError, Result};
+use crate::in_a_box::trace::Trace;
+use crate::timeline::time_text;
+
+/// Instructions that are named.
+const NAMED: usize = 10;
+
+/// An instruction's end, foreseen and seen.
+struct Compared<'a> {
+    device: &'a str,
+    instruction: String,
+    predicted: f64,
+    measured: f64,
+    /// Seconds later than foreseen that are its own doing.
+    added: f64,
+}
+
+pub struct Comparison<'a> {
+    predicted: f64,
+    measured: f64,
+    steps: usize,
+    worst: Vec<Compared<'a>>,
+}
+
+impl<'a> Comparison<'a> {
+    pub fn new(
+        trace: &Trace,
+        plan: &'a Plan,
+        programs: &[Program],
+        meetings: &Meetings,
+        simulated: &Simulated,
+    ) -> Result<Comparison<'a>> {
+        if trace.plan != plan.id() || trace.steps.iter().any(|step| step.len() != programs.len()) {
+            let what = format!("the trace is of plan {}, this one is {}", trace.plan, plan.id());
+            return Err(CliError::said(
+                what,
+                "name the table that ran with --table, and the fleet it ran on",
+            ));
+        }
+        let steps: Vec<Ends> =
+            trace.steps.iter().map(|step| Ends::new(step, programs, trace.stretch)).collect();
+        let typical = |program: usize, place: usize| {
+            let mut ends: Vec<f64> = steps.iter().filter_map(|step| step.of[program][place]).collect();
+            (!ends.is_empty()).then(|| median(&mut ends))
+        };
+        let mut late: Vec<Vec<Option<f64>>> = Vec::new();
+        for (program, spans) in simulated.spans.iter().enumerate() {
+            let late_by =
+                |(place, span): (usize, &shoal_sim::Span)| Some(typical(program, place)? - span.end);
+            late.push(spans.iter().enumerate().map(late_by).collect());
+        }
+        let mut worst = Vec::new();
+        for (number, program) in programs.iter().enumerate() {
+            let place_of: HashMap<u32, usize> =
+                program.instructions.iter().enumerate().map(|(place, next)| (next.id, place)).collect();
+            let mut on_lane = HashMap::new();
+            for (place, instruction) in program.instructions.iter().enumerate() {
+                let before = instruction.after.iter().filter_map(|id| late[number][*place_of.get(id)?]);
+                let previous = on_lane.insert(instruction.lane, place).and_then(|place| late[number][place]);
+                // A movement cannot end before its partners could start it.
+                let partners = meetings.of((number, place)).into_iter().flat_map(|meeting| {
+                    let members = meetings.all[meeting]
+                        .members
+                        .iter()
+                        .filter(move |member| **member != (number, place));
+                    members.flat_map(|(other, place)| {
+                        programs[*other].instructions[*place].after.iter().map(move |id| (*other, *id))
+                    })
+                });
+                let partners = partners.filter_map(|(other, id)| {
+                    let place = programs[other].instructions.iter().position(|next| next.id == id)?;
+                    late[other][place]
+                });
+                let already = before.chain(previous).chain(partners).fold(0.0, f64::max);
+                let Some(own) = late[number][place] else { continue };
+                let predicted = simulated.spans[number][place].end;
+                worst.push(Compared {
+                    device: &plan.devices[program.device].name,
+                    instruction: instruction.op.to_string(),
+                    predicted,
+                    measured: predicted + own,
+                    added: own - already,
+                });
+            }
+        }
+        worst.sort_by(|a, b| b.added.abs().total_cmp(&a.added.abs()));
+        worst.truncate(NAMED);
+        let mut lengths: Vec<f64> = steps.iter().map(|step| step.length).collect();
+        Ok(Comparison {
+            predicted: simulated.seconds,
+            measured: median(&mut lengths),
+            steps: steps.len(),
+            worst,
+        })
+    }
+
+    pub fn json(&self) -> serde_json::Value {
+        let worst = self.worst.iter().map(|compared| {
+            json!({
+                "device": compared.device, "instruction": compared.instruction, "added_seconds": compared.added,
+                "predicted_end_seconds": compared.predicted, "measured_end_seconds": compared.measured,
+            })
+        });
+        json!({
+            "predicted_seconds": self.predicted, "measured_seconds": self.measured, "steps": self.steps,
+            "worst": worst.collect::<Vec<_>>(),
+        })
+    }
+
+    pub fn print(&self) {
+        println!(
+            "a step took {} (median of {}), predicted {} ({:+.1} %)",
+            time_text(self.measured),
+            self.steps,
+            time_text(self.predicted),
+            100.0 * (self.predicted / self.measured - 1.0)
+        );
+        println!("instructions that ended otherwise than foreseen by their own doing:");
+        println!("{:>10} {:>10} {:>10}  device and instruction", "added", "ended at", "foreseen");
+        for compared in &self.worst {
+            let sign = if compared.added < 0.0 { "-" } else { "+" };
+            println!(
+                "{:>10} {:>10} {:>10}  {}: {}",
+                format!("{sign}{}", time_text(compared.added.abs())),
+                time_text(compared.measured),
+                time_text(compared.predicted),
+                compared.device,
+                compared.instruction
+            );
+        }
+    }
+}
+
+/// When a step's instructions ended, in the fleet's own time from the step's beginning on.
+struct Ends {
+    /// By program and place.
+    of: Vec<Vec<Option<f64>>>,
+    length: f64,
+}
+
+impl Ends {
+    fn new(step: &[Vec<shoal_engine::Traced>], programs: &[Program], stretch: f64) -> Ends {
+        let all = || step.iter().flatten();
+        let first = all().map(|traced| traced.start).fold(f64::INFINITY, f64::min);
+        let last = all().map(|traced| traced.end).fold(first, f64::max);
+        let of = programs.iter().zip(step).map(|(program, traced)| {
+            let ends: HashMap<u32, f64> = traced.iter().map(|traced| (traced.id, traced.end)).collect();
+            let end = |id: &u32| ends.get(id).map(|end| (end - first) / stretch);
+            program.instructions.iter().map(|next| end(&next.id)).collect()
+        });
+        Ends { of: of.collect(), length: (last - first) / stretch }
+    }
+}

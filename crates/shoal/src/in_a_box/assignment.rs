@@ -1,0 +1,92 @@
+//! What a lab tells its workers, and what they tell it: a file for each before it starts, then lines of JSON.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use shoal_engine::metrics::StepRecord;
+use shoal_net::{LinkShape, Settings, Shape};
+use shoal_plan::{Plan, Program};
+
+/// One worker's part.
+#[derive(Serialize, Deserialize)]
+pub struct Assignment {
+    pub job: PathBuf,
+    pub set: Vec<String>,
+    pub stop_at: Option<u64>,
+    pub plan: Plan,
+    pub program: Program,
+    /// Whether it keeps the books: metrics and checkpoints.
+    pub leads: bool,
+    /// The checkpoint to go on from.
+    pub checkpoint: Option<u64>,
+    pub threads: usize,
+    pub host_bytes: u64,
+    /// Where it may keep files of its own.
+    pub folder: PathBuf,
+    /// Seconds that each instruction is made to last, by its number; empty where the device is what it says.
+    pub pace: Vec<f64>,
+    pub network: Network,
+    /// The step from which on it notes when its instructions were under way.
+    pub trace_from: Option<u64>,
+    pub predicted_seconds: f64,
+    pub dollars_per_hour: f64,
+}
+
+/// What it knows of the others, and how they are reached.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct Network {
+    /// Which fabric this is: two labs on one machine must not meet.
+    pub fabric: u128,
+    pub deadline_seconds: f64,
+    /// Its certificate, its key and the fleet's authority; none where nobody proves anything.
+    pub identity: Option<[String; 3]>,
+    /// Bytes a second of all it sends.
+    pub egress: Option<f64>,
+    /// Bytes a second and seconds to each of the others.
+    pub links: BTreeMap<usize, (f64, f64)>,
+}
+
+impl Network {
+    pub fn settings(&self) -> Settings {
+        let link = |(peer, (rate, seconds)): (&usize, &(f64, f64))| {
+            let latency = Duration::from_secs_f64(*seconds);
+            (*peer, LinkShape { bytes_per_s: Some(*rate), latency })
+        };
+        let shape = Shape {
+            egress_bytes_per_s: self.egress,
+            links: self.links.iter().map(link).collect(),
+            other_links: LinkShape::default(),
+        };
+        let deadline = Duration::from_secs_f64(self.deadline_seconds);
+        let shaped = self.egress.is_some() || !self.links.is_empty();
+        Settings { deadline, shape: shaped.then_some(shape), ..Settings::default() }
+    }
+}
+
+/// A worker's name in its certificate.
+pub fn name_of(rank: usize) -> String {
+    format!("worker-{rank}")
+}
+
+/// What a worker says, a line each.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Report {
+    Listening(SocketAddr),
+    Step(Box<StepRecord>),
+    Saved { step: u64, bytes: u64, seconds: f64 },
+    Done { steps: u64, finished: bool },
+}
+
+/// What it is told, a line each.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Order {
+    /// Where each worker listens, by rank.
+    Join(Vec<SocketAddr>),
+    /// End after this step, saved.
+    Stop,
+}
