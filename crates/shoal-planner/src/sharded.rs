@@ -117,12 +117,17 @@ pub struct Planned {
 #[derive(Debug, Error)]
 pub enum ShardedError {
     #[error(
-        "the state and one sample take {needed_bytes} bytes ({} MiB), all devices and hosts together have {room_bytes} ({} MiB) for them: {short_bytes} short",
+        "the state and {samples} samples, divided evenly, take {} MiB, all devices and hosts together have {} MiB for them: {} MiB short",
         needed_bytes.div_ceil(1 << 20),
-        room_bytes >> 20
+        room_bytes >> 20,
+        short_bytes.div_ceil(1 << 20)
     )]
-    NoRoom { needed_bytes: u64, room_bytes: u64, short_bytes: u64 },
-    #[error("{place}: its part takes {over_bytes} bytes more than its budget of {budget_bytes}")]
+    NoRoom { samples: usize, needed_bytes: u64, room_bytes: u64, short_bytes: u64 },
+    #[error(
+        "{place}: its part takes {} MiB more than its budget of {} MiB",
+        over_bytes.div_ceil(1 << 20),
+        budget_bytes >> 20
+    )]
     TooTight { place: String, over_bytes: u64, budget_bytes: u64 },
     #[error("the global batch has no samples")]
     EmptyBatch,

@@ -213,8 +213,8 @@ fn sizes(batch: usize) -> Vec<usize> {
 pub struct Together {
     /// When the last ended.
     pub seconds: f64,
-    /// No schedule ends before this: the compute lanes' work divided by the devices, or what the hosts' memories must
-    /// carry.
+    /// No schedule of these steps ends before this: their work on compute lanes divided by the devices, or what the hosts'
+    /// memories must carry. Other plans may compute less: those that recompute nothing.
     pub bound_seconds: f64,
     /// Each device running one model to its end, then another.
     pub one_after_another_seconds: f64,

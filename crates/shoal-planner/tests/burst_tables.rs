@@ -5,12 +5,15 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 use shoal_fleet::{Costs, Device, Fleet, Link, Node};
-use shoal_model::convolutional::{Body, ConvolutionalConfig};
+use shoal_model::convolutional::{self, Body, ConvolutionalConfig};
 use shoal_model::{Chain, Precision, presets};
-use shoal_plan::{Activations, Holder, Plan, Purpose, StepShape, compile, forecast, verify_all};
+use shoal_plan::{
+    Activations, Holder, Layout, Plan, Purpose, StepShape, compile, compile_paced, forecast, verify_all,
+};
 use shoal_planner::GPU_PROCESS_BYTES;
 use shoal_planner::burst::table::{State, table_with};
 use shoal_planner::burst::{BurstError, Decision, Goal, Planner, Problem, table};
+use shoal_sim::{FleetWorld, Settings, simulate};
 
 /// Two nodes of so many devices.
 fn fleet(devices: usize, memory_bytes: u64) -> Fleet {
@@ -164,5 +167,34 @@ fn short_memory_slices_the_state_then_recomputes_then_says_how_much_is_short() {
             assert_eq!((needed_bytes, budget_bytes), (recomputed, recomputed - 1));
         }
         other => panic!("{other}"),
+    }
+}
+
+/// Data parallelism, whose step is what its gradients' sums leave of the backward, by the search's model and played through.
+#[test]
+fn the_simulator_agrees_with_the_cost_model() {
+    let chain = Chain::convolutional(&convolutional::preset("vgg16").unwrap());
+    let step = StepShape { global_batch: 256, sequence: 1, precision: Precision::Bf16, optimizer_states: 1 };
+    let a100s = "host_memory = \"512 GiB\"\nnetwork = \"100 Gbit/s\"\ndevices = [{ kind = \"A100\", count";
+    for (count, each, link) in [
+        (8, 1, ""),
+        (1, 8, ""),
+        (1, 8, "device_link = \"300 GB/s\""),
+        (2, 4, "device_link = \"300 GB/s\""),
+        (2, 4, ""),
+    ] {
+        let text = format!("[[node]]\ncount = {count}\n{link}\n{a100s} = {each} }}]\n");
+        let fleet = Fleet::parse(&text, "fleet").unwrap();
+        let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
+        let problem = Problem::new(&chain, step, &fleet, &costs);
+        let decision = problem.data_parallel();
+        let estimated = Planner::new(&problem).unwrap().estimate(&decision).step_seconds;
+        let plan = table(&chain, step, &fleet, &decision).unwrap();
+        let layout = Layout::new(&plan, &chain);
+        let world = FleetWorld::new(&fleet, &costs, &layout);
+        let programs = compile_paced(&plan, &chain, Purpose::Train, &world).unwrap();
+        let simulated = simulate(&programs, &layout, &world, Settings::default()).unwrap().seconds;
+        let ratio = simulated / estimated;
+        assert!((0.99..1.09).contains(&ratio), "{text}: estimated {estimated}, simulated {simulated}");
     }
 }

@@ -1,8 +1,6 @@
 //! Which devices a layer is on, and what it costs to move samples from one set of devices to another or to add up a
 //! gradient over one. A set's devices have the samples in equal runs, in its order.
 
-use std::collections::BTreeMap;
-
 use shoal_fleet::{Fleet, Link};
 use shoal_plan::Samples;
 
@@ -94,29 +92,22 @@ impl Ways {
         if moves.most.is_empty() { 0.0 } else { self.seconds_a_move + slowest }
     }
 
-    /// Seconds until every device has the sum of all: within each node, then between the nodes, in rings, with as
-    /// many latencies as a tree has levels.
+    /// Seconds until every device has the sum of all: twice around one ring, node by node, as steps are played through. What
+    /// leaves a node by its interface is as much as what passes any other link of the ring: adding up within each node first
+    /// would send less, but no program does it. Of the ring's latencies as many count as a tree has levels: the others pass
+    /// while other layers' sums are on the links.
     pub fn reduction_seconds(&self, devices: &[usize], bytes: u64) -> f64 {
-        let mut by_node: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-        devices.iter().for_each(|device| by_node.entry(self.node_of[*device]).or_default().push(*device));
-        let within = by_node.values().map(|members| self.ring_seconds(members, bytes)).fold(0.0, f64::max);
-        let heads: Vec<usize> = by_node.values().map(|members| members[0]).collect();
-        within + self.ring_seconds(&heads, bytes)
-    }
-
-    fn ring_seconds(&self, members: &[usize], bytes: u64) -> f64 {
-        let count = members.len();
+        let count = devices.len();
         if count < 2 || bytes == 0 {
             return 0.0;
         }
+        let mut ring = devices.to_vec();
+        ring.sort_by_key(|device| (self.node_of[*device], *device));
         let passed = 2 * bytes * (count as u64 - 1) / count as u64;
         let levels = 2.0 * (count as f64).log2().ceil();
-        let around = (0..count).map(|at| self.link(members[at], members[(at + 1) % count]));
-        let link = |link: u16| {
-            let link = &self.links[link as usize];
-            link.seconds(passed) + (levels - 1.0) * link.seconds_latency
-        };
-        around.map(link).fold(0.0, f64::max)
+        let around = (0..count).map(|at| &self.links[self.link(ring[at], ring[(at + 1) % count]) as usize]);
+        let seconds = around.map(|link| link.seconds(passed) + (levels - 1.0) * link.seconds_latency);
+        seconds.fold(0.0, f64::max)
     }
 }
 

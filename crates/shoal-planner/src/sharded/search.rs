@@ -125,17 +125,31 @@ impl<'a> Search<'a> {
         candidates
     }
 
-    /// What is short where nothing fits: samples one at a time on one device, and the state everywhere.
+    /// What is short where nothing fits: the state everywhere, and the samples divided evenly, each device in the way that
+    /// leaves most room.
     fn no_room(&self, corrections: &[f64]) -> ShardedError {
-        let used = vec![true; self.request.fleet.devices.len()];
-        let all = Trial::new(self, &used, true, corrections).rooms();
-        let least = self.ways.iter().map(|way| self.bytes.device(*way, 1)).min().unwrap_or(0);
-        let (needed, room) = (self.state + least as f64, all);
-        let (needed_bytes, room_bytes) = (needed as u64, room as u64);
-        ShardedError::NoRoom {
-            needed_bytes,
-            room_bytes,
-            short_bytes: needed_bytes.saturating_sub(room_bytes),
+        let count = self.request.fleet.devices.len();
+        let all = Trial::new(self, &vec![true; count], true, corrections);
+        let batch = self.request.step.global_batch;
+        let samples = |device: usize| batch * (device + 1) / count - batch * device / count;
+        let working: f64 = (0..count).map(|device| all.most_room(device, samples(device))).sum();
+        let (room, taken) = (all.rooms(), all.idle_rooms() - working);
+        let (needed_bytes, room_bytes) = ((self.state + taken.max(0.0)) as u64, room as u64);
+        // Where all of them together have room, one has not: the one whose share is farthest beyond it.
+        let over = |device: usize| (-all.most_room(device, samples(device))).max(0.0) as u64;
+        let fullest = (0..count).max_by_key(|device| over(*device)).filter(|device| over(*device) > 0);
+        match fullest.filter(|_| needed_bytes <= room_bytes) {
+            Some(device) => ShardedError::TooTight {
+                place: self.request.devices[device].name.clone(),
+                over_bytes: over(device),
+                budget_bytes: self.request.devices[device].budget_bytes,
+            },
+            None => ShardedError::NoRoom {
+                samples: batch,
+                needed_bytes,
+                room_bytes,
+                short_bytes: needed_bytes.saturating_sub(room_bytes),
+            },
         }
     }
 }

@@ -177,9 +177,22 @@ fn what_does_not_fit_is_refused_with_what_is_short() {
     let step = step(8, 512);
     let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).expect("known kinds");
     let error = plan(&Request::new(&chain, step, &fleet, &costs)).expect_err("108 GB do not fit");
-    let ShardedError::NoRoom { needed_bytes, room_bytes, short_bytes } = &error else { panic!("{error}") };
+    let ShardedError::NoRoom { needed_bytes, room_bytes, short_bytes, .. } = &error else {
+        panic!("{error}")
+    };
     assert_eq!(*short_bytes, needed_bytes - room_bytes);
     assert!(*short_bytes > 80_000_000_000 && error.hint().is_some(), "{error}");
+    // Where the state has room but the samples have not, that is what is short.
+    let many = StepShape { global_batch: 100_000, ..step };
+    let nodes = [("{ kind = \"T4\" }", 1, "512 GiB", "10 Gbit/s")];
+    let fleet = Fleet::parse(&text_of(&nodes), "fleet").expect("a sound fleet");
+    let error = plan(&Request::new(&chain, many, &fleet, &costs)).expect_err("they do not fit");
+    let short = match &error {
+        ShardedError::NoRoom { short_bytes, samples: 100_000, .. } => *short_bytes,
+        ShardedError::TooTight { over_bytes, .. } => *over_bytes,
+        other => panic!("{other}"),
+    };
+    assert!(short > 1 << 30, "{error}");
     let nothing = StepShape { global_batch: 0, ..step };
     let error = plan(&Request::new(&chain, nothing, &fleet, &costs)).expect_err("there is nothing to do");
     assert!(matches!(error, ShardedError::EmptyBatch));

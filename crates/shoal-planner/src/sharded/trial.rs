@@ -80,8 +80,21 @@ impl<'a> Trial<'a> {
 
     /// All the room for state where nothing is computed.
     pub fn rooms(&self) -> f64 {
-        let idle = self.kind_of.iter().flatten().map(|kind| self.workers[*kind].idle_room().max(0.0));
-        idle.sum::<f64>() + self.host_rooms.iter().sum::<f64>()
+        self.idle_rooms() + self.host_rooms.iter().sum::<f64>()
+    }
+
+    /// The same on devices alone.
+    pub fn idle_rooms(&self) -> f64 {
+        self.kind_of.iter().flatten().map(|kind| self.workers[*kind].idle_room().max(0.0)).sum()
+    }
+
+    /// What so many samples leave of a device's room in the way that leaves most; below zero by what they lack where they do
+    /// not fit.
+    pub fn most_room(&self, device: usize, samples: usize) -> f64 {
+        let Some(worker) = self.kind_of[device].map(|kind| &self.workers[kind]) else { return 0.0 };
+        let ways = self.search.ways.iter().filter(|way| way.micro_batch <= samples);
+        let rooms = ways.map(|way| worker.room_or_lack(*way, samples));
+        rooms.reduce(f64::max).unwrap_or_else(|| worker.idle_room())
     }
 
     /// The best division's seconds, if one is found within a time.
