@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use crate::flows::Resource;
 use shoal_fleet::{Costs, Fleet, Link};
-use shoal_plan::{Holder, Layout, Op, Pace, Pass, Samples, Tier};
+use shoal_plan::{GatheredPart, Layout, Op, Pace, Pass, Samples, Tier};
 
 /// Of a forward with a batch norm, the part before its statistics; of its backward likewise.
 const BEGIN_SHARE: f64 = 0.7;
@@ -159,17 +159,14 @@ impl<'a> FleetWorld<'a> {
     /// Parameters of a layer, from their holders to those who lack them.
     fn gather(&self, layer: usize, pass: Pass) -> Option<Work> {
         let group = self.layout.gather(layer, pass)?;
-        let tensors = match pass {
-            Pass::Update => self.layout.owned(layer),
-            Pass::Forward | Pass::Backward | Pass::Step => self.layout.tensors(layer),
-        };
         let size = self.layout.plan.precision.bytes() as f64;
-        let total: f64 =
-            tensors.iter().map(|tensor| self.layout.plan.tensors[*tensor].elements as f64 * size).sum();
+        let parts = self.layout.gathered_parts(layer, pass);
+        let bytes = |part: &GatheredPart| part.slice.count() as f64 * size;
+        let total: f64 = parts.iter().map(bytes).sum();
         let own = |device: usize| -> f64 {
-            let held = tensors.iter().flat_map(|tensor| self.layout.held(*tensor, device));
-            let here = held.filter(|held| held.holder == Holder::Device(device));
-            here.map(|held| held.slice.count() as f64 * size).sum()
+            // What lies farther away is brought like that of others.
+            let here = parts.iter().filter(|part| part.device == device && part.tier == Tier::Device);
+            here.map(bytes).sum()
         };
         let lacking = group.receivers.iter().map(|device| total - own(*device)).fold(0.0, f64::max);
         Some(self.through_tiers(&group.devices, lacking.max(0.0), group.tier, true))
@@ -197,12 +194,9 @@ impl<'a> FleetWorld<'a> {
     /// Gradients of what a layer owns, to their holders.
     fn reduction(&self, layer: usize) -> Work {
         let Some(group) = self.layout.reduce(layer) else { return Work::default() };
-        let (mut total, mut held) = (0.0, 0.0);
-        for tensor in self.layout.owned(layer) {
-            let row = &self.layout.plan.tensors[*tensor];
-            total += 4.0 * row.elements as f64;
-            held += row.gradient.iter().map(|held| 4.0 * held.slice.count() as f64).sum::<f64>();
-        }
+        let parts = self.layout.reduced_parts(layer);
+        let total: f64 = parts.iter().map(|part| 4.0 * part.slice.count() as f64).sum();
+        let held: f64 = parts.iter().map(|part| 4.0 * (part.slice.count() * part.holders.len()) as f64).sum();
         let count = group.devices.len() as f64;
         if count < 2.0 {
             return self.through_tiers(&group.devices, total, group.tier, false);

@@ -72,7 +72,7 @@ fn join(network: &Network, rank: usize, size: usize) -> Result<Arc<Fabric>> {
     Ok(connect(endpoint, &network.settings())?)
 }
 
-/// Hears orders until there are no more: then the lab is gone, or wants nothing.
+/// Hears orders until there are no more: then the lab is gone, and the run is to end.
 fn listen(stop: Arc<AtomicBool>) -> std::thread::JoinHandle<()> {
     std::thread::spawn(move || {
         for line in std::io::stdin().lock().lines().map_while(std::io::Result::ok) {
@@ -80,6 +80,7 @@ fn listen(stop: Arc<AtomicBool>) -> std::thread::JoinHandle<()> {
                 stop.store(true, Ordering::Relaxed);
             }
         }
+        stop.store(true, Ordering::Relaxed);
     })
 }
 

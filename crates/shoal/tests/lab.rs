@@ -1,0 +1,99 @@
+//! A fleet in a box: real processes that train together, and what becomes of them when one fails.
+
+mod common;
+
+use serde_json::Value;
+
+use common::{Folder, JOB, Outcome, column, metrics};
+
+fn fleet(devices: usize) -> String {
+    let node = |number: usize| {
+        format!(
+            "[[node]]\nname = \"n{number}\"\nhost_memory = \"4 GiB\"\nnetwork = \"10 Gbit/s\"\n\
+             devices = [{{ kind = \"V100\", memory = \"1 GiB\", price = 1.0 }}]\n"
+        )
+    };
+    (0..devices).map(node).collect()
+}
+
+fn folder(devices: usize) -> Folder {
+    let folder = Folder::with_job(&JOB.replace("global_batch = 4", "global_batch = 8"));
+    folder.write("fleet.toml", &fleet(devices));
+    folder
+}
+
+fn lab(folder: &Folder, arguments: &[&str]) -> Outcome {
+    folder.shoal(&[&["lab", "fleet.toml", "job.toml", "--stretch", "1", "--json"], arguments].concat())
+}
+
+fn json(outcome: Outcome) -> Value {
+    serde_json::from_str(&outcome.succeeds().stdout).unwrap()
+}
+
+fn losses(folder: &Folder, run: &str) -> Vec<f64> {
+    column(&metrics(&folder.join(run)), "loss")
+}
+
+#[test]
+fn processes_train_what_one_device_trains() {
+    let folder = folder(3);
+    folder
+        .shoal(&["train", "job.toml", "--set", "train.steps=6", "--set", "checkpoint.to=alone", "--json"])
+        .succeeds();
+    let alone = losses(&folder, "alone");
+    for (shape, options) in
+        [("pipeline", &[][..]), ("sharded", &["--plain"]), ("mixed", &["--trace", "trace.json"])]
+    {
+        let run = format!("checkpoint.to={shape}");
+        let table = format!("{shape}.json");
+        folder
+            .shoal(&["plan", "job.toml", "--fleet", "fleet.toml", "--shape", shape, "--table", &table])
+            .succeeds();
+        let told = json(lab(
+            &folder,
+            &[&["--set", "train.steps=6", "--set", &run, "--table", &table], options].concat(),
+        ));
+        assert_eq!((told["steps"].as_u64(), told["finished"].as_bool()), (Some(6), Some(true)), "{shape}");
+        for device in told["devices"].as_array().unwrap() {
+            assert!(
+                device["counted_bytes"].as_u64() <= device["predicted_bytes"].as_u64(),
+                "{shape}: {device}"
+            );
+        }
+        for (step, (loss, alone)) in losses(&folder, shape).iter().zip(&alone).enumerate() {
+            assert!((loss / alone - 1.0).abs() < 1e-5, "{shape}: step {step}: {loss}, alone {alone}");
+        }
+    }
+    let against =
+        ["simulate", "job.toml", "--fleet", "fleet.toml", "--table", "mixed.json", "--against", "trace.json"];
+    let compared = json(folder.shoal(&[&against[..], &["--json"]].concat()));
+    assert!(compared["measured_seconds"].as_f64().unwrap() > 0.0);
+}
+
+#[test]
+fn a_run_goes_on_from_one_fleet_to_another() {
+    let folder = folder(2);
+    let steps = ["--set", "train.steps=6"];
+    folder
+        .shoal(&[&["train", "job.toml", "--set", "checkpoint.to=alone", "--json"], &steps[..]].concat())
+        .succeeds();
+    folder
+        .shoal(&["plan", "job.toml", "--fleet", "fleet.toml", "--shape", "mixed", "--table", "two.json"])
+        .succeeds();
+    let run = ["--set", "checkpoint.to=moved"];
+    let told = json(lab(&folder, &[&steps[..], &run, &["--stop-at", "3", "--table", "two.json"]].concat()));
+    assert_eq!((told["steps"].as_u64(), told["finished"].as_bool()), (Some(3), Some(false)));
+    folder.shoal(&[&["train", "job.toml", "--json"], &steps[..], &run].concat()).succeeds();
+    for (loss, alone) in losses(&folder, "moved").iter().zip(&losses(&folder, "alone")) {
+        assert!((loss / alone - 1.0).abs() < 1e-5, "{loss}, alone {alone}");
+    }
+}
+
+#[test]
+fn what_a_lab_cannot_do_it_says() {
+    let folder = folder(2);
+    let halves = lab(&folder, &["--set", "train.precision=bf16"]);
+    halves.fails(&["a lab of processors computes in fp32, the job in bf16"], "train.precision=fp32");
+    let table = lab(&folder, &["--table", "missing.json"]);
+    table.fails(&["missing.json"], "check that the path exists");
+}
