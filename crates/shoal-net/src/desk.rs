@@ -292,6 +292,11 @@ impl Desk {
         self.wanted.remove(&tag);
     }
 
+    /// Bytes of small messages that nobody has asked for yet, with what they cost beyond their bytes.
+    pub fn inbox_bytes(&self) -> usize {
+        self.inbox_bytes
+    }
+
     /// Credit to be sent, once there is enough of it to be worth a frame.
     pub fn credit(&mut self) -> Option<Header> {
         if self.credit_owed < CREDIT_BYTES {

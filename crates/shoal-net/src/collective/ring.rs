@@ -15,10 +15,10 @@ use crate::error::Result;
 use crate::fabric::Incoming;
 
 /// What is passed on at once. Small enough to be in the cache when it is sent on, large enough to be worth a call.
-const CHUNK_BYTES_MAX: usize = 256 << 10;
+const CHUNK_BYTES_MAX: usize = 512 << 10;
 /// A slice is cut into at least so many chunks where they would not become too small, so that work overlaps.
-const CHUNKS_A_SLICE: usize = 8;
-const CHUNK_BYTES_MIN: usize = 32 << 10;
+const CHUNKS_A_SLICE: usize = 4;
+const CHUNK_BYTES_MIN: usize = 128 << 10;
 
 /// Adds what comes to what is there.
 type Add<T> = fn(&mut Incoming, &mut [T]) -> Result<()>;
