@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::fabric::Tag;
 use crate::fate::Fate;
 use crate::link::{IncomingEnd, Link, OutgoingEnd};
-use crate::pace::{Pacer, Progress, QUANTUM_BYTES};
+use crate::pace::{Pacer, Progress};
 use crate::settings::Settings;
 use crate::wire::{HEADER_BYTES, Header, Kind, REASON_BYTES_MAX, Violation, stream_of, stripe_left};
 
@@ -338,6 +338,7 @@ impl OutgoingEnd for TcpOutgoing<'_> {
             None => self.begin()?,
         };
         self.way = Some(way);
+        self.progress.pause();
         let mut rest = bytes;
         loop {
             let (part, after) = rest.split_at(rest.len().min(self.part_bytes(way)));
@@ -355,7 +356,7 @@ impl TcpOutgoing<'_> {
     /// The most that can be in the next frame.
     fn part_bytes(&self, way: Kind) -> usize {
         let most = if way == Kind::Data { stripe_left(self.offset) } else { usize::MAX };
-        if self.peer.control.is_shaped() { most.min(QUANTUM_BYTES) } else { most }
+        most.min(self.peer.control.quantum_bytes())
     }
 
     fn put(&mut self, way: Kind, part: &[u8]) -> Result<()> {

@@ -54,8 +54,9 @@ impl Sink {
         Ok((sink, Some(thread)))
     }
 
-    pub fn is_shaped(&self) -> bool {
-        self.pacer.is_some()
+    /// The most that should leave in one frame.
+    pub fn quantum_bytes(&self) -> usize {
+        self.pacer.as_ref().map_or(usize::MAX, |pacer| pacer.quantum_bytes())
     }
 
     /// Writes one frame whole. `go_on` is asked while the peer takes nothing.
