@@ -249,6 +249,11 @@ impl OutgoingEnd for LocalOutgoing<'_> {
         }
         Ok(())
     }
+
+    /// Nothing: what there is room for is not worth a second way.
+    fn write_some(&mut self, _: &[u8]) -> Result<usize> {
+        Ok(0)
+    }
 }
 
 impl LocalOutgoing<'_> {

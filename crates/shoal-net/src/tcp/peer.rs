@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::join::{Connections, TICK_MAX};
 use super::lane::{Lane, Source, Trouble, closed, read_some};
 use super::sink::Sink;
-use super::stream::Reading;
+use super::stream::{Reading, Writing, is_tick};
 use crate::desk::{Arrival, Desk, Heard, Leave};
 use crate::error::{Error, Result};
 use crate::fabric::Tag;
@@ -291,6 +291,7 @@ impl Link for TcpLink {
             length: length as u64,
             offset: 0,
             way: None,
+            open: None,
             progress,
             until,
         }))
@@ -327,19 +328,28 @@ struct TcpOutgoing<'a> {
     length: u64,
     offset: u64,
     way: Option<Kind>,
+    /// A frame that could not be written whole without waiting.
+    open: Option<OpenFrame>,
     progress: Progress,
     until: Instant,
 }
 
+struct OpenFrame {
+    sink: usize,
+    writing: Writing,
+    header: [u8; HEADER_BYTES],
+    header_left: usize,
+    payload_left: usize,
+}
+
 impl OutgoingEnd for TcpOutgoing<'_> {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let way = match self.way {
-            Some(way) => way,
-            None => self.begin()?,
-        };
-        self.way = Some(way);
+        let way = self.way()?;
         self.progress.pause();
-        let mut rest = bytes;
+        let mut rest = &bytes[self.finish_frame(bytes)?..];
+        if rest.is_empty() && !bytes.is_empty() {
+            return Ok(());
+        }
         loop {
             let (part, after) = rest.split_at(rest.len().min(self.part_bytes(way)));
             self.put(way, part)?;
@@ -350,9 +360,112 @@ impl OutgoingEnd for TcpOutgoing<'_> {
             }
         }
     }
+
+    fn write_some(&mut self, bytes: &[u8]) -> Result<usize> {
+        if self.way()? == Kind::Eager {
+            return self.write(bytes).map(|()| bytes.len());
+        }
+        let mut written = 0;
+        while written < bytes.len() || self.open.is_some() {
+            let rest = &bytes[written..];
+            if self.open.is_none() && !self.open_frame(rest.len()) {
+                break;
+            }
+            let count = self.go_on_with_frame(rest)?;
+            written += count;
+            self.offset += count as u64;
+            if self.open.is_some() {
+                break;
+            }
+        }
+        Ok(written)
+    }
 }
 
 impl TcpOutgoing<'_> {
+    fn way(&mut self) -> Result<Kind> {
+        let way = match self.way {
+            Some(way) => way,
+            None => self.begin()?,
+        };
+        self.way = Some(way);
+        Ok(way)
+    }
+
+    /// Takes a stream for a frame of the next bytes, if the link lets frames be cut short.
+    fn open_frame(&mut self, bytes: usize) -> bool {
+        let part = bytes.min(self.part_bytes(Kind::Data));
+        let sink = stream_of(self.tag, self.offset, self.peer.data.len());
+        let Some(writing) = self.peer.data[sink].take() else { return false };
+        let (total, offset, length) = (self.length, self.offset, part as u32);
+        let header = Header { kind: Kind::Data, tag: self.tag, total, offset, length }.encode();
+        self.open = Some(OpenFrame { sink, writing, header, header_left: HEADER_BYTES, payload_left: part });
+        true
+    }
+
+    /// Writes what goes of the open frame without waiting, and closes it when it is whole; bytes of payload written.
+    fn go_on_with_frame(&mut self, bytes: &[u8]) -> Result<usize> {
+        let Some(frame) = &mut self.open else { return Ok(0) };
+        let switch = |writing: &Writing, wait: bool| writing.socket().set_nonblocking(!wait);
+        let payload = &bytes[..bytes.len().min(frame.payload_left)];
+        let mut written = 0;
+        let mut result = switch(&frame.writing, false);
+        while result.is_ok() && (frame.header_left + frame.payload_left > 0 || frame.writing.holds_back()) {
+            let header = &frame.header[HEADER_BYTES - frame.header_left..];
+            if header.is_empty() && written == payload.len() && frame.payload_left > 0 {
+                break;
+            }
+            match frame.writing.write_some(header, &payload[written..]) {
+                Ok(count) => {
+                    let of_header = count.min(frame.header_left);
+                    frame.header_left -= of_header;
+                    frame.payload_left -= count - of_header;
+                    written += count - of_header;
+                }
+                Err(error) if is_tick(&error) => break,
+                Err(error) => result = Err(error),
+            }
+        }
+        let result = result.and(switch(&frame.writing, true));
+        result.map_err(|error| self.peer.verdict(self.tag, closed(&error)))?;
+        if frame.header_left + frame.payload_left == 0 && !frame.writing.holds_back() {
+            self.close_frame();
+        }
+        Ok(written)
+    }
+
+    fn close_frame(&mut self) {
+        if let Some(frame) = self.open.take() {
+            self.peer.data[frame.sink].give_back(frame.writing);
+        }
+    }
+
+    /// Ends a frame that was begun, waiting as long as it takes; bytes of it that were among these.
+    fn finish_frame(&mut self, bytes: &[u8]) -> Result<usize> {
+        let Some(frame) = &mut self.open else { return Ok(0) };
+        let part = bytes.len().min(frame.payload_left);
+        let (peer, until) = (self.peer, self.until);
+        let header = &frame.header[HEADER_BYTES - frame.header_left..];
+        let sent = frame.writing.write(header, &bytes[..part], || peer.worth_waiting(until));
+        frame.header_left = 0;
+        frame.payload_left -= part;
+        let whole = frame.payload_left == 0;
+        sent.map_err(|error| self.unsent(error))?;
+        if whole {
+            self.close_frame();
+        }
+        self.offset += part as u64;
+        Ok(part)
+    }
+
+    fn unsent(&self, error: io::Error) -> Error {
+        match (self.peer.fate.check(), Instant::now() >= self.until) {
+            (Err(failure), _) => failure,
+            (Ok(()), true) => self.peer.late(self.tag, "did not take it"),
+            (Ok(()), false) => self.peer.verdict(self.tag, closed(&error)),
+        }
+    }
+
     /// The most that can be in the next frame.
     fn part_bytes(&self, way: Kind) -> usize {
         let most = if way == Kind::Data { stripe_left(self.offset) } else { usize::MAX };
@@ -373,11 +486,7 @@ impl TcpOutgoing<'_> {
         let (peer, until) = (self.peer, self.until);
         let sink = &peer.data[stream_of(self.tag, self.offset, peer.data.len())];
         let sent = sink.put(&header, part, &mut self.progress, || peer.worth_waiting(until));
-        sent.map_err(|error| match (peer.fate.check(), Instant::now() >= until) {
-            (Err(failure), _) => failure,
-            (Ok(()), true) => peer.late(self.tag, "did not take it"),
-            (Ok(()), false) => peer.verdict(self.tag, closed(&error)),
-        })
+        sent.map_err(|error| self.unsent(error))
     }
 
     /// Waits until the message may go: when it is wanted, or at once when it is small and the window has room.
@@ -421,6 +530,12 @@ impl TcpOutgoing<'_> {
             let wait = announce_at.min(self.until).saturating_duration_since(now);
             desk = peer.changed.wait_timeout(desk, wait).expect("nobody panics with a desk").0;
         }
+    }
+}
+
+impl Drop for TcpOutgoing<'_> {
+    fn drop(&mut self) {
+        self.close_frame();
     }
 }
 
