@@ -2,8 +2,9 @@
 //! Open MPI over TCP in the same run, with the ratio.
 //!
 //!     cargo run --release -p shoal-net --example collectives -- --processes 4 [--mpi] [--max-mib 256] [--streams 2]
+//!         [--mbit 10000]
 //!
-//! A size is that of the whole buffer; a time is rank 0's, from a barrier to its end, the median of some rounds.
+//! `--mbit` holds what each process sends to so many megabits a second, as a network card would (not for `--mpi`). A size is that of the whole buffer; a time is rank 0's, from a barrier to its end, the median of some rounds.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -15,7 +16,7 @@ use std::time::Instant;
 
 use shoal_net::collective::{Wire, all_gather, all_reduce, even, reduce_scatter, sum_f64};
 use shoal_net::identity::{Authority, Identity};
-use shoal_net::{Endpoint, Fabric, Security, Settings, Tag, connect};
+use shoal_net::{Endpoint, Fabric, Security, Settings, Shape, Tag, connect};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 /// Seconds by operation and bytes.
@@ -28,6 +29,8 @@ struct Options {
     mpi: bool,
     max_bytes: usize,
     streams: usize,
+    /// What each process may send; zero is no limit.
+    megabits: usize,
 }
 
 fn main() -> Outcome<()> {
@@ -46,11 +49,14 @@ fn main() -> Outcome<()> {
         mpi: arguments.iter().any(|word| word == "--mpi"),
         max_bytes: number("--max-mib", 256)? << 20,
         streams: number("--streams", Settings::default().streams)?,
+        megabits: number("--mbit", 0)?,
     };
     let plain = ours(&options, false)?;
     let mpi = if options.mpi { mpi(&options)? } else { Times::new() };
     let tls = ours(&options, true)?;
-    println!("{} processes on loopback, {} streams; milliseconds", options.processes, options.streams);
+    let limit =
+        if options.megabits > 0 { format!(", {} Mbit/s each", options.megabits) } else { String::new() };
+    println!("{} processes on loopback, {} streams{limit}; milliseconds", options.processes, options.streams);
     println!(
         "{:14} {:>10} {:>10} {:>10} {:>10} {:>9} {:>9}",
         "", "KiB", "plain", "TLS", "Open MPI", "MPI/plain", "MPI/TLS"
@@ -87,11 +93,10 @@ fn ours(options: &Options, secure: bool) -> Outcome<Times> {
     let mut outputs = Vec::new();
     let mut addresses = Vec::new();
     for rank in 0..options.processes {
-        let numbers =
-            [rank, options.processes, options.max_bytes, options.streams].map(|number| number.to_string());
+        let numbers = [rank, options.processes, options.max_bytes, options.streams, options.megabits];
         let mut worker = Command::new(std::env::current_exe()?)
             .arg("worker")
-            .args(numbers)
+            .args(numbers.map(|number| number.to_string()))
             .arg(secure.to_string())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -158,8 +163,8 @@ fn mpi(options: &Options) -> Outcome<Times> {
 }
 
 fn worker(arguments: &[String]) -> Outcome<()> {
-    let [rank, count, max_bytes, streams, secure] = arguments else {
-        return Err("worker needs five words".into());
+    let [rank, count, max_bytes, streams, megabits, secure] = arguments else {
+        return Err("worker needs six words".into());
     };
     let (rank, count): (usize, usize) = (rank.parse()?, count.parse()?);
     let listener = TcpListener::bind("127.0.0.1:0")?;
@@ -175,7 +180,11 @@ fn worker(arguments: &[String]) -> Outcome<()> {
         }
         _ => Security::Plain,
     };
-    let settings = Settings { streams: streams.parse()?, ..Settings::default() };
+    let megabits: usize = megabits.parse()?;
+    let egress =
+        |megabits: usize| Shape { egress_bytes_per_s: Some(megabits as f64 * 1e6 / 8.0), ..Shape::default() };
+    let shape = (megabits > 0).then(|| egress(megabits));
+    let settings = Settings { streams: streams.parse()?, shape, ..Settings::default() };
     let fabric = connect(Endpoint { rank, listener, addresses, fabric: 1, security }, &settings)?;
     measure(&fabric, max_bytes.parse()?)
 }
