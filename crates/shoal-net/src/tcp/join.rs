@@ -265,7 +265,7 @@ impl Joining<'_> {
                     || session.is_handshaking().then(|| session.complete_io(&mut socket)),
                 )
                 .map_err(text)?;
-                Reading::Tls(Box::new(session), socket)
+                Reading::tls(session, socket)
             }
         };
         read_whole(|| self.stranger_in_time(until), &mut hello, |into| reading.read(into)).map_err(text)?;

@@ -1,7 +1,7 @@
 //! One connection, read or written by one thread at a time, plain or through TLS. Sockets wake their threads every
 //! tick, so that a thread that waits sees when there is no point in it any more.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, BufReader, IoSlice, Read, Write};
 use std::net::TcpStream;
 
 use rustls::{ClientConnection, ServerConnection};
@@ -9,10 +9,15 @@ use rustls::{ClientConnection, ServerConnection};
 /// The receiving end of a connection that a peer made.
 pub enum Reading {
     Plain(TcpStream),
-    Tls(Box<ServerConnection>, TcpStream),
+    /// The session takes a few kilobytes at a time, which would be a call of the system each.
+    Tls(Box<ServerConnection>, BufReader<TcpStream>),
 }
 
 impl Reading {
+    pub fn tls(session: ServerConnection, socket: TcpStream) -> Reading {
+        Reading::Tls(Box::new(session), BufReader::with_capacity(SEALED_BYTES, socket))
+    }
+
     /// The next bytes. `WouldBlock` when a tick has passed, `Ok(0)` at the end.
     pub fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         match self {
@@ -44,7 +49,7 @@ impl Reading {
             Reading::Tls(session, socket) => {
                 session.writer().write_all(bytes)?;
                 while session.wants_write() {
-                    progress(session.write_tls(socket), &mut go_on)?;
+                    progress(session.write_tls(socket.get_mut()), &mut go_on)?;
                 }
             }
         }
