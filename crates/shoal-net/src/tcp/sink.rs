@@ -7,6 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
+use super::join::TICK_MAX;
 use super::stream::Writing;
 use crate::pace::{Pacer, Progress, sleep_until};
 use crate::wire::Header;
@@ -28,14 +29,14 @@ struct Slot {
 }
 
 impl Slot {
-    /// Whoever has it gives it back: all writing asks whether to go on.
-    fn take(&self) -> Writing {
+    fn take(&self, go_on: &mut impl FnMut() -> io::Result<()>) -> io::Result<Writing> {
         let mut writing = self.writing.lock().expect("no writer panics");
         loop {
-            match writing.take() {
-                Some(writing) => return writing,
-                None => writing = self.changed.wait(writing).expect("no writer panics"),
+            if let Some(writing) = writing.take() {
+                return Ok(writing);
             }
+            go_on()?;
+            writing = self.changed.wait_timeout(writing, TICK_MAX).expect("no writer panics").0;
         }
     }
 
@@ -48,9 +49,9 @@ impl Slot {
         &self,
         header: &Header,
         payload: &[u8],
-        go_on: impl FnMut() -> io::Result<()>,
+        mut go_on: impl FnMut() -> io::Result<()>,
     ) -> io::Result<()> {
-        let mut writing = self.take();
+        let mut writing = self.take(&mut go_on)?;
         let written = writing.write(&header.encode(), payload, go_on);
         self.give_back(writing);
         written
@@ -95,8 +96,8 @@ impl Sink {
 
     /// The connection itself, to write a frame as far as it goes without waiting; to be given back when the frame is
     /// whole. None where the link is shaped, for there frames wait for their time.
-    pub fn take(&self) -> Option<Writing> {
-        self.pacer.is_none().then(|| self.slot.take())
+    pub fn take(&self, mut go_on: impl FnMut() -> io::Result<()>) -> io::Result<Option<Writing>> {
+        if self.pacer.is_some() { Ok(None) } else { self.slot.take(&mut go_on).map(Some) }
     }
 
     pub fn give_back(&self, writing: Writing) {
