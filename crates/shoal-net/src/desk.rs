@@ -292,6 +292,11 @@ impl Desk {
         self.wanted.remove(&tag);
     }
 
+    /// Bytes of small messages that nobody has asked for yet, with what they cost beyond their bytes.
+    pub fn inbox_bytes(&self) -> usize {
+        self.inbox_bytes
+    }
+
     /// Credit to be sent, once there is enough of it to be worth a frame.
     pub fn credit(&mut self) -> Option<Header> {
         if self.credit_owed < CREDIT_BYTES {
@@ -327,4 +332,84 @@ fn check_place(header: &Header, length: u64, arrived: u64) -> Result<(), Violati
     // The header's own check holds its end to its total, and so to this length.
     debug_assert!(arrived + part as u64 <= length);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn eager(tag: u128, total: u64, offset: u64, length: u32) -> Header {
+        Header { kind: Kind::Eager, tag: Tag(tag), total, offset, length }
+    }
+
+    #[test]
+    fn a_small_message_waits_in_parts_and_goes_on_once_it_is_wanted() {
+        let mut desk = Desk::default();
+        assert_eq!(desk.accept(&eager(1, 4, 0, 2), vec![1, 2]), Ok(Heard::Nothing));
+        assert_eq!(desk.want(Tag(1), 4), Ok(None));
+        assert_eq!(desk.look(Tag(1)), (Arrival::Piece(vec![1, 2]), None));
+        assert_eq!(desk.look(Tag(1)), (Arrival::NotYet, None));
+        assert_eq!(desk.accept(&eager(1, 4, 2, 2), vec![3, 4]), Ok(Heard::Changed));
+        assert_eq!(desk.look(Tag(1)), (Arrival::Piece(vec![3, 4]), None));
+        assert_eq!(desk.inbox_bytes(), 0);
+    }
+
+    #[test]
+    fn a_tag_used_again_is_received_in_the_order_of_sending() {
+        let mut desk = Desk::default();
+        for byte in [1, 2] {
+            desk.accept(&eager(1, 1, 0, 1), vec![byte]).expect("in order");
+        }
+        for byte in [1, 2] {
+            assert_eq!(desk.want(Tag(1), 1), Ok(None));
+            assert_eq!(desk.want(Tag(1), 1), Err(InUse));
+            assert_eq!(desk.look(Tag(1)).0, Arrival::Piece(vec![byte]));
+            desk.done(Tag(1));
+        }
+    }
+
+    #[test]
+    fn large_messages_are_asked_for_and_small_ones_when_they_are_announced() {
+        let mut desk = Desk::default();
+        assert_eq!(desk.want(Tag(1), 1 << 20), Ok(Some(Header::about(Kind::Ready, Tag(1), 1 << 20))));
+        assert_eq!(desk.want(Tag(2), 10), Ok(None));
+        assert_eq!(desk.accept(&Header::about(Kind::Announce, Tag(2), 10), vec![]), Ok(Heard::Changed));
+        assert_eq!(desk.look(Tag(2)), (Arrival::Data, Some(Header::about(Kind::Ready, Tag(2), 10))));
+    }
+
+    #[test]
+    fn data_is_taken_in_order_and_only_if_it_is_wanted() {
+        let mut desk = Desk::default();
+        let data =
+            |offset: u64| Header { kind: Kind::Data, tag: Tag(1), total: 100_000, offset, length: 50_000 };
+        assert_eq!(desk.take_data(&data(0)), Err(Violation::Unwanted(Tag(1))));
+        desk.want(Tag(1), 100_000).expect("nobody else wants it");
+        let out_of_order = Violation::OutOfOrder { tag: Tag(1), offset: 50_000, wanted: 0 };
+        assert_eq!(desk.take_data(&data(50_000)), Err(out_of_order));
+        assert_eq!(desk.take_data(&data(0)), Ok(()));
+        assert_eq!(desk.take_data(&data(50_000)), Ok(()));
+    }
+
+    #[test]
+    fn the_window_bounds_both_sides() {
+        let mut sender = Desk::default();
+        let mut receiver = Desk::default();
+        let length = EAGER_MESSAGE_BYTES_MAX as u64;
+        let mut count = 0u128;
+        while sender.begin(Tag(count), length, false) == Leave::Eager {
+            let header = eager(count, length, 0, length as u32);
+            assert_eq!(receiver.accept(&header, vec![0; length as usize]), Ok(Heard::Nothing));
+            count += 1;
+        }
+        let one_more = eager(count, length, 0, length as u32);
+        assert_eq!(receiver.accept(&one_more, vec![0; length as usize]), Err(Violation::Window));
+        // What was received is free again, at both.
+        for tag in 0..count {
+            receiver.want(Tag(tag), length).expect("nobody else wants it");
+            receiver.done(Tag(tag));
+        }
+        let credit = receiver.credit().expect("there is enough to be worth a frame");
+        assert_eq!(sender.accept(&credit, vec![]), Ok(Heard::Changed));
+        assert_eq!(sender.begin(Tag(count), length, false), Leave::Eager);
+    }
 }

@@ -216,6 +216,18 @@ impl Outgoing<'_> {
         let result = self.end.write(bytes);
         self.message.note(bytes.len(), result)
     }
+
+    /// As many of the next bytes as can be handed on without waiting for the receiver to read; how many. Zero says
+    /// nothing about what `write` could do.
+    pub fn write_some(&mut self, bytes: &[u8]) -> Result<usize> {
+        if !self.message.take(bytes.len())? {
+            return Ok(0);
+        }
+        let result = self.end.write_some(bytes);
+        let count = *result.as_ref().unwrap_or(&0);
+        self.message.note(count, result.map(drop))?;
+        Ok(count)
+    }
 }
 
 /// A message on its way in.

@@ -6,7 +6,8 @@
 //! - [`settings`]: deadlines, streams, and the shape a lab gives to links.
 //! - [`identity`]: certificates of a fleet's own authority.
 //! - `local`: workers inside one process.
-//! - `tcp`: workers on a network, with `wire` and `desk`, which judge what peers send and know no sockets.
+//! - `tcp`: workers on a network, with [`wire`] and [`desk`], which judge what peers send and know no sockets:
+//!   they are public so that anything can be fed to them.
 //! - `fate`: why a fabric ended, told to everyone who waits.
 //! - `pace`: when shaped bytes may leave and when they arrive.
 //!
@@ -15,7 +16,7 @@
 //! first failure ends every operation, here and at the peers, with an error that names who caused it.
 
 pub mod collective;
-mod desk;
+pub mod desk;
 pub mod error;
 pub mod fabric;
 mod fate;
@@ -25,7 +26,7 @@ mod local;
 mod pace;
 pub mod settings;
 mod tcp;
-mod wire;
+pub mod wire;
 
 pub use error::{Error, Result};
 pub use fabric::{Fabric, Incoming, Outgoing, Tag, in_process, in_process_each};

@@ -22,6 +22,9 @@ pub trait Link: Send + Sync {
 /// The sending end of one message. The fabric has checked that writes do not pass its length.
 pub trait OutgoingEnd: Send {
     fn write(&mut self, bytes: &[u8]) -> Result<()>;
+    /// Writes what can be written without waiting for the receiver to read; how much that was. It may wait for the receiver
+    /// to want the message at all.
+    fn write_some(&mut self, bytes: &[u8]) -> Result<usize>;
 }
 
 /// The receiving end of one message. The fabric has checked that reads do not pass its length.

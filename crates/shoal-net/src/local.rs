@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::fabric::Tag;
 use crate::fate::Fate;
 use crate::link::{EAGER_MESSAGE_BYTES_MAX, EAGER_WINDOW_BYTES, IncomingEnd, Link, OutgoingEnd};
-use crate::pace::{Pacer, Progress, QUANTUM_BYTES, sleep_until};
+use crate::pace::{Pacer, Progress, sleep_until};
 
 /// What passes at once on a link that is not shaped.
 const PIECE_BYTES: usize = 128 << 10;
@@ -240,13 +240,19 @@ impl OutgoingEnd for LocalOutgoing<'_> {
             None => self.begin()?,
         };
         self.number = Some(number);
-        let piece_bytes = if self.link.pacer.is_some() { QUANTUM_BYTES } else { PIECE_BYTES };
+        let piece_bytes = self.link.pacer.as_ref().map_or(PIECE_BYTES, |pacer| pacer.quantum_bytes());
+        self.progress.pause();
         // A message of no bytes is a piece of no bytes.
         let parts = bytes.chunks(piece_bytes).chain(bytes.is_empty().then_some(bytes));
         for part in parts {
             self.hand_over(number, part)?;
         }
         Ok(())
+    }
+
+    /// Nothing: what there is room for is not worth a second way.
+    fn write_some(&mut self, _: &[u8]) -> Result<usize> {
+        Ok(0)
     }
 }
 

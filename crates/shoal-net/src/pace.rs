@@ -8,11 +8,15 @@ use std::time::{Duration, Instant};
 
 use crate::settings::Shape;
 
-/// Bytes that take a shaped link at once: what others wait behind, and how finely a message is cut.
-pub const QUANTUM_BYTES: usize = 32 << 10;
+/// Bytes that take a shaped link at once: what others wait behind, and how finely a message is cut. So much as takes
+/// about this long, within bounds.
+const QUANTUM_SECONDS: f64 = 0.25e-3;
+const QUANTUM_BYTES_MIN: f64 = (16 << 10) as f64;
+const QUANTUM_BYTES_MAX: f64 = (256 << 10) as f64;
 
-/// A sender that comes this late after its last quantum was waiting for something else, not merely woken late.
-const WAKE_UP_LATE_MAX: Duration = Duration::from_millis(2);
+/// A sender that comes back with more of a message this late after its last quantum was waiting for something else, not
+/// merely woken late.
+const WAKE_UP_LATE_MAX: Duration = Duration::from_millis(5);
 
 #[derive(Debug)]
 struct Clock {
@@ -51,12 +55,23 @@ pub struct Pacer {
     egress: Egress,
     link: Option<Clock>,
     latency: Duration,
+    /// The slower of the two.
+    bytes_per_s: f64,
 }
 
 /// The place of one message's next quantum in time.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
     through: Option<Instant>,
+    /// The next bytes were there already when the last ones left.
+    goes_on: bool,
+}
+
+impl Progress {
+    /// The bytes that follow come from a call of the sender's: they are there only now.
+    pub fn pause(&mut self) {
+        self.goes_on = false;
+    }
 }
 
 impl Pacer {
@@ -67,13 +82,16 @@ impl Pacer {
         if egress.0.is_none() && clock.is_none() && link.latency.is_zero() {
             return None;
         }
-        Some(Arc::new(Pacer { egress: egress.clone(), link: clock, latency: link.latency }))
+        let rates = [egress.0.as_ref().map(|clock| clock.bytes_per_s), link.bytes_per_s];
+        let bytes_per_s = rates.into_iter().flatten().fold(UNLIMITED_BYTES_PER_S, f64::min);
+        Some(Arc::new(Pacer { egress: egress.clone(), link: clock, latency: link.latency, bytes_per_s }))
     }
 
     /// Takes the link for the next bytes of a message: when they have left, and when they arrive.
     pub fn take(&self, progress: &mut Progress, bytes: usize) -> (Instant, Instant) {
         let now = Instant::now();
         let ready = match progress.through {
+            Some(through) if progress.goes_on => through,
             Some(through) if through <= now && now - through < WAKE_UP_LATE_MAX => through,
             Some(through) => now.max(through),
             None => now,
@@ -81,7 +99,7 @@ impl Pacer {
         let egress = self.egress.0.as_ref().map_or(ready, |clock| clock.take(ready, bytes));
         let link = self.link.as_ref().map_or(ready, |clock| clock.take(ready, bytes));
         let through = egress.max(link);
-        progress.through = Some(through);
+        *progress = Progress { through: Some(through), goes_on: true };
         (through, through + self.latency)
     }
 
@@ -90,13 +108,16 @@ impl Pacer {
         !self.latency.is_zero()
     }
 
+    /// What takes the link at once.
+    pub fn quantum_bytes(&self) -> usize {
+        let bytes = (self.bytes_per_s * QUANTUM_SECONDS).clamp(QUANTUM_BYTES_MIN, QUANTUM_BYTES_MAX);
+        // A multiple of the elements that a sum is made of.
+        bytes as usize & !63
+    }
+
     /// Bytes that can be under way at once; whoever holds them back must have room for so many.
     pub fn bytes_under_way(&self) -> usize {
-        let rates =
-            [self.egress.0.as_ref().map(|c| c.bytes_per_s), self.link.as_ref().map(|c| c.bytes_per_s)];
-        let slowest = rates.into_iter().flatten().fold(f64::INFINITY, f64::min);
-        let bytes = slowest.min(UNLIMITED_BYTES_PER_S) * self.latency.as_secs_f64();
-        bytes as usize + 16 * QUANTUM_BYTES
+        (self.bytes_per_s * self.latency.as_secs_f64()) as usize + 16 * self.quantum_bytes()
     }
 }
 

@@ -7,10 +7,12 @@
 //! - `join`: how the connections come to be, and who is let in.
 //! - `sink`: where frames leave, held to the link's shape.
 //! - `lane`: where data arrives, and which of the waiting threads reads it.
-//! - `peer`: one peer's messages and life: heartbeats, silence, goodbye.
+//! - `message`: the two ends of one message.
+//! - `peer`: one peer's life: heartbeats, silence, goodbye.
 
 mod join;
 mod lane;
+mod message;
 mod peer;
 mod sink;
 mod stream;
@@ -26,7 +28,8 @@ use crate::identity::Identity;
 use crate::link::Link;
 use crate::pace::{Egress, Pacer};
 use crate::settings::Settings;
-use peer::{Peer, TcpLink};
+use message::TcpLink;
+use peer::Peer;
 
 /// How workers know each other.
 #[derive(Clone, Debug)]

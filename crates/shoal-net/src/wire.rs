@@ -164,8 +164,8 @@ impl Header {
             return Err(Violation::Oversized { kind, length, max: EAGER_MESSAGE_BYTES_MAX });
         }
         if matches!(kind, Kind::Eager | Kind::Data) {
-            let end = offset.checked_add(length as u64).unwrap_or(u64::MAX);
-            if end > total {
+            let end = offset.saturating_add(length as u64);
+            if offset > total || total - offset < length as u64 {
                 return Err(Violation::PastTheEnd { kind, end, total });
             }
             // Only an empty message has an empty frame, or frames could come without end.

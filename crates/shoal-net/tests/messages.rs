@@ -2,34 +2,73 @@
 
 mod common;
 
-use common::{Random, TRANSPORTS, each, fabrics, settings};
-use shoal_net::{Error, Tag};
+use std::time::Duration;
+
+use common::{Random, TRANSPORTS, Transport, each, fabrics, settings};
+use shoal_net::{Error, LinkShape, Settings, Shape, Tag};
 
 const LENGTHS: [usize; 9] = [0, 1, 3, 1000, 65_536, 65_537, 300_001, 1 << 20, 5_000_003];
+
+/// Messages of all lengths around a ring of three.
+fn all_lengths(transport: Transport, settings: &Settings) {
+    let workers = fabrics(transport, 3, settings);
+    each(&workers, |fabric| {
+        let (next, before) = ((fabric.rank() + 1) % 3, (fabric.rank() + 2) % 3);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for (number, length) in LENGTHS.into_iter().enumerate() {
+                    let bytes = Random((fabric.rank() * 100 + number) as u64).bytes(length);
+                    fabric.send(next, Tag(number as u128), &bytes).expect("sent");
+                }
+            });
+            for (number, length) in LENGTHS.into_iter().enumerate() {
+                let mut bytes = vec![0; length];
+                fabric.receive(before, Tag(number as u128), &mut bytes).expect("received");
+                assert!(
+                    bytes == Random((before * 100 + number) as u64).bytes(length),
+                    "{transport:?} {length}"
+                );
+            }
+        });
+    });
+}
 
 #[test]
 fn messages_of_every_length_arrive_whole() {
     for transport in TRANSPORTS {
-        let workers = fabrics(transport, 3, &settings());
-        each(&workers, |fabric| {
-            let (next, before) = ((fabric.rank() + 1) % 3, (fabric.rank() + 2) % 3);
-            std::thread::scope(|scope| {
-                scope.spawn(|| {
-                    for (number, length) in LENGTHS.into_iter().enumerate() {
-                        let bytes = Random((fabric.rank() * 100 + number) as u64).bytes(length);
-                        fabric.send(next, Tag(number as u128), &bytes).expect("sent");
-                    }
-                });
-                for (number, length) in LENGTHS.into_iter().enumerate() {
-                    let mut bytes = vec![0; length];
-                    fabric.receive(before, Tag(number as u128), &mut bytes).expect("received");
-                    assert_eq!(
-                        bytes,
-                        Random((before * 100 + number) as u64).bytes(length),
-                        "{transport:?} {length}"
-                    );
-                }
-            });
+        all_lengths(transport, &settings());
+        all_lengths(transport, &Settings { streams: 5, ..settings() });
+    }
+}
+
+#[test]
+fn messages_over_shaped_links_arrive_whole() {
+    let links = [
+        LinkShape { bytes_per_s: Some(400e6), latency: Duration::ZERO },
+        LinkShape { bytes_per_s: None, latency: Duration::from_millis(2) },
+        LinkShape { bytes_per_s: Some(1e9), latency: Duration::from_millis(1) },
+    ];
+    for transport in TRANSPORTS {
+        for link in links {
+            let shape = Shape { egress_bytes_per_s: Some(800e6), other_links: link, ..Shape::default() };
+            all_lengths(transport, &Settings { shape: Some(shape), ..settings() });
+        }
+    }
+}
+
+/// What a link delays at the end is delivered all the same.
+#[test]
+fn last_words_over_a_slow_link_arrive() {
+    for transport in TRANSPORTS {
+        let link = LinkShape { bytes_per_s: None, latency: Duration::from_millis(100) };
+        let shape = Shape { other_links: link, ..Shape::default() };
+        let mut workers = fabrics(transport, 2, &Settings { shape: Some(shape), ..settings() });
+        let leaving = workers.remove(1);
+        std::thread::scope(|scope| {
+            scope.spawn(move || leaving.send(0, Tag(1), &[3; 500_000]).expect("sent"));
+            let mut bytes = vec![0; 500_000];
+            workers[0].receive(1, Tag(1), &mut bytes).expect("what was sent before the end");
+            assert!(bytes.iter().all(|byte| *byte == 3), "{transport:?}");
         });
     }
 }
@@ -220,8 +259,7 @@ fn who_left_in_good_order_is_named_and_what_it_sent_can_be_received() {
 #[test]
 fn a_message_that_nobody_sends_is_late() {
     for transport in TRANSPORTS {
-        let settings =
-            shoal_net::Settings { message_deadline: std::time::Duration::from_millis(300), ..settings() };
+        let settings = Settings { message_deadline: Duration::from_millis(300), ..settings() };
         let workers = fabrics(transport, 2, &settings);
         for length in [10, 1_000_000] {
             let result = workers[0].receive(1, Tag(1), &mut vec![0; length]);

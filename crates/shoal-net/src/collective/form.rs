@@ -10,6 +10,8 @@ pub trait Form: Sync {
     const ITEM_BYTES: usize;
     fn write(&self, outgoing: &mut Outgoing, items: &[Self::Item]) -> Result<()>;
     fn read(&self, incoming: &mut Incoming, items: &mut [Self::Item]) -> Result<()>;
+    /// The elements as they are written, where they travel as they lie in memory.
+    fn view<'a>(&self, items: &'a [Self::Item]) -> Option<&'a [u8]>;
 }
 
 pub struct AsBytes;
@@ -25,6 +27,10 @@ impl Form for AsBytes {
     fn read(&self, incoming: &mut Incoming, items: &mut [u8]) -> Result<()> {
         incoming.read(items)
     }
+
+    fn view<'a>(&self, items: &'a [u8]) -> Option<&'a [u8]> {
+        Some(items)
+    }
 }
 
 pub struct AsF32;
@@ -39,6 +45,10 @@ impl Form for AsF32 {
 
     fn read(&self, incoming: &mut Incoming, items: &mut [f32]) -> Result<()> {
         incoming.read(bytemuck::cast_slice_mut(items))
+    }
+
+    fn view<'a>(&self, items: &'a [f32]) -> Option<&'a [u8]> {
+        Some(bytemuck::cast_slice(items))
     }
 }
 
@@ -66,6 +76,10 @@ impl Form for HalvedF32 {
             here.iter_mut().zip(halves).for_each(|(item, half)| *item = whole(*half));
             rest = after;
         })
+    }
+
+    fn view<'a>(&self, _: &'a [f32]) -> Option<&'a [u8]> {
+        None
     }
 }
 

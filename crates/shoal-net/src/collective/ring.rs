@@ -3,22 +3,23 @@
 //! them; an all-reduce is the one followed by the other without a pause.
 //!
 //! What a member sends is the slice it begins with and then what it received, in the same order, all but the last. So a
-//! chunk is handed from the thread that receives to the thread that sends, and, where it comes around a second time,
-//! back: the chunk itself moves between the two, and neither touches what the other has.
+//! chunk is handed from the half that receives to the half that sends, and, where it comes around a second time, back:
+//! the chunk itself moves between the two, and neither touches what the other has.
 
+use std::collections::VecDeque;
 use std::sync::mpsc;
 use std::thread;
 
 use super::form::Form;
 use super::{Group, Part};
 use crate::error::Result;
-use crate::fabric::Incoming;
+use crate::fabric::{Incoming, Outgoing};
 
 /// What is passed on at once. Small enough to be in the cache when it is sent on, large enough to be worth a call.
-const CHUNK_BYTES_MAX: usize = 256 << 10;
+const CHUNK_BYTES_MAX: usize = 512 << 10;
 /// A slice is cut into at least so many chunks where they would not become too small, so that work overlaps.
-const CHUNKS_A_SLICE: usize = 8;
-const CHUNK_BYTES_MIN: usize = 32 << 10;
+const CHUNKS_A_SLICE: usize = 4;
+const CHUNK_BYTES_MIN: usize = 128 << 10;
 
 /// Adds what comes to what is there.
 type Add<T> = fn(&mut Incoming, &mut [T]) -> Result<()>;
@@ -59,50 +60,134 @@ pub fn run<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item], way: Way<F:
     };
     let mut slices = cut(group, buffer, F::ITEM_BYTES);
     let chunk_counts: Vec<usize> = slices.iter().map(|slice| slice.as_ref().map_or(0, Vec::len)).collect();
-    let (to_send, chunks_to_send) = mpsc::channel();
-    let (sent, chunks_sent) = mpsc::channel();
-    for chunk in slices[first].take().into_iter().flatten() {
-        to_send.send(chunk).expect("the other end is here");
-    }
-    let receiving = || {
-        let Some(mut incoming) = incoming else { return Ok(()) };
-        let last = received.len() - 1;
-        let to_send = to_send;
-        for (number, (place, add)) in received.into_iter().enumerate() {
-            let mut here = slices[place].take().map(Vec::into_iter);
-            for _ in 0..chunk_counts[place] {
-                let chunk = match &mut here {
-                    Some(chunks) => chunks.next(),
-                    // It was sent before it comes around again. If it does not come back, sending has failed.
-                    None => chunks_sent.recv().ok(),
-                };
-                let Some(chunk) = chunk else { return group.failure() };
-                match add {
-                    Some(add) => add(&mut incoming, chunk)?,
-                    None => form.read(&mut incoming, chunk)?,
-                }
-                // Sending may have failed and be gone; its own error says why.
-                if number < last && to_send.send(chunk).is_err() {
-                    return group.failure();
+    thread::scope(|scope| {
+        let mut sending =
+            Sending { form, outgoing, queue: VecDeque::new(), from: 0, sent: VecDeque::new(), apart: None };
+        let half = &mut sending;
+        let receiving = move || {
+            let sending = half;
+            for chunk in slices[first].take().into_iter().flatten() {
+                sending.pass(chunk);
+            }
+            sending.advance(scope)?;
+            let Some(mut incoming) = incoming else { return Ok(()) };
+            let last = received.len() - 1;
+            for (number, (place, add)) in received.into_iter().enumerate() {
+                let mut here = slices[place].take().map(Vec::into_iter);
+                for _ in 0..chunk_counts[place] {
+                    let chunk = match &mut here {
+                        Some(chunks) => chunks.next(),
+                        // It was sent before it comes around again. If it does not come back, sending has failed.
+                        None => sending.take_back(),
+                    };
+                    let Some(chunk) = chunk else { return group.failure() };
+                    match add {
+                        Some(add) => add(&mut incoming, chunk)?,
+                        None => form.read(&mut incoming, chunk)?,
+                    }
+                    if number < last {
+                        sending.pass(chunk);
+                        sending.advance(scope)?;
+                    }
                 }
             }
-        }
-        Ok(())
-    };
-    let sending = move || {
-        let Some(mut outgoing) = outgoing else { return Ok(()) };
-        for chunk in chunks_to_send {
-            form.write(&mut outgoing, chunk)?;
-            // Nobody takes it back in the last turn.
-            let _ = sent.send(chunk);
-        }
-        Ok(())
-    };
-    thread::scope(|scope| {
-        let sending = scope.spawn(sending);
+            Ok(())
+        };
+        // What was being received is given up, if it failed, before the wait for the other half.
         let received = receiving();
-        received.and(sending.join().expect("sending does not panic"))
+        received.and(sending.end())
     })
+}
+
+/// The sending half. As long as the network takes everything at once it is done in passing, by the thread that receives;
+/// from the first chunk that would have to wait on, a thread of its own does it.
+struct Sending<'scope, 'a, 'f, F: Form> {
+    form: &'f F,
+    outgoing: Option<Outgoing<'f>>,
+    queue: VecDeque<&'a mut [F::Item]>,
+    /// Bytes of the first in the queue that have been sent.
+    from: usize,
+    /// Chunks that may come around again, in the order they were sent in.
+    sent: VecDeque<&'a mut [F::Item]>,
+    apart: Option<Apart<'scope, 'a, F::Item>>,
+}
+
+/// Sending in a thread of its own.
+struct Apart<'scope, 'a, T> {
+    queue: mpsc::Sender<&'a mut [T]>,
+    sent: mpsc::Receiver<&'a mut [T]>,
+    thread: thread::ScopedJoinHandle<'scope, Result<()>>,
+}
+
+impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
+    fn pass(&mut self, chunk: &'a mut [F::Item]) {
+        match &self.apart {
+            // The thread may have failed and be gone; its own error says why.
+            Some(apart) => drop(apart.queue.send(chunk)),
+            None => self.queue.push_back(chunk),
+        }
+    }
+
+    /// Sends what goes without waiting, and leaves the rest to a thread.
+    fn advance(&mut self, scope: &'scope thread::Scope<'scope, '_>) -> Result<()> {
+        let Some(outgoing) = &mut self.outgoing else { return Ok(()) };
+        while let Some(chunk) = self.queue.pop_front() {
+            let bytes = self.form.view(chunk);
+            if let Some(bytes) = bytes {
+                self.from += outgoing.write_some(&bytes[self.from..])?;
+            }
+            if bytes.is_none_or(|bytes| self.from < bytes.len()) {
+                self.queue.push_front(chunk);
+                self.part_ways(scope);
+                return Ok(());
+            }
+            self.from = 0;
+            self.sent.push_back(chunk);
+        }
+        Ok(())
+    }
+
+    fn part_ways(&mut self, scope: &'scope thread::Scope<'scope, '_>) {
+        let Some(mut outgoing) = self.outgoing.take() else { return };
+        let (queue, chunks) = mpsc::channel::<&'a mut [F::Item]>();
+        let (done, sent) = mpsc::channel();
+        for chunk in self.queue.drain(..) {
+            queue.send(chunk).expect("the other end is here");
+        }
+        let (form, mut from) = (self.form, std::mem::take(&mut self.from));
+        let thread = scope.spawn(move || {
+            for chunk in chunks {
+                match form.view(chunk) {
+                    Some(bytes) => outgoing.write(&bytes[from..])?,
+                    None => form.write(&mut outgoing, chunk)?,
+                }
+                from = 0;
+                // Nobody takes it back in the last turn.
+                let _ = done.send(chunk);
+            }
+            Ok(())
+        });
+        self.apart = Some(Apart { queue, sent, thread });
+    }
+
+    fn take_back(&mut self) -> Option<&'a mut [F::Item]> {
+        match (self.sent.pop_front(), &self.apart) {
+            (Some(chunk), _) => Some(chunk),
+            (None, Some(apart)) => apart.sent.recv().ok(),
+            (None, None) => None,
+        }
+    }
+
+    /// Waits for everything to be sent.
+    fn end(self) -> Result<()> {
+        match self.apart {
+            Some(Apart { queue, thread, .. }) => {
+                drop(queue);
+                thread.join().expect("sending does not panic")
+            }
+            None => Ok(()),
+        }
+    }
 }
 
 /// The chunks of each slice.

@@ -143,12 +143,15 @@ impl Joining<'_> {
     fn make_all(&self, peer: usize) -> Attempt<Vec<Writing>> {
         (0..self.lines)
             .map(|line| {
+                let mut before = None;
                 loop {
                     match self.make(peer, line) {
                         Ok(made) => return Ok(made),
-                        Err(cause) if self.over() => return Err(cause),
-                        Err(_) => thread::sleep(RETRY_PAUSE),
+                        // The last attempt was cut short; why the one before failed says more.
+                        Err(cause) if self.over() => return Err(before.unwrap_or(cause)),
+                        Err(cause) => before = Some(cause),
                     }
+                    thread::sleep(RETRY_PAUSE);
                 }
             })
             .collect()
@@ -235,8 +238,9 @@ impl Joining<'_> {
 
     fn note(&self, from: SocketAddr, cause: String) {
         let mut turned_away = self.turned_away.lock().expect("nobody panics with it");
-        if turned_away.len() < TURNED_AWAY_MAX {
-            turned_away.push(format!("{from}: {cause}"));
+        let line = format!("{}: {cause}", from.ip());
+        if turned_away.len() < TURNED_AWAY_MAX && !turned_away.contains(&line) {
+            turned_away.push(line);
         }
     }
 
@@ -261,7 +265,7 @@ impl Joining<'_> {
                     || session.is_handshaking().then(|| session.complete_io(&mut socket)),
                 )
                 .map_err(text)?;
-                Reading::Tls(Box::new(session), socket)
+                Reading::tls(session, socket)
             }
         };
         read_whole(|| self.stranger_in_time(until), &mut hello, |into| reading.read(into)).map_err(text)?;

@@ -1,4 +1,4 @@
-//! One peer's messages and its life. Two threads serve it: one reads control frames and judges its silence, the other
+//! One peer's life. Two threads serve it: one reads control frames and judges its silence, the other
 //! sends heartbeats, and at the end goodbye or the reason. Everything else is done by the threads that send and receive.
 
 use std::io;
@@ -8,41 +8,36 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::join::{Connections, TICK_MAX};
-use super::lane::{Lane, Source, Trouble, closed, read_some};
+use super::lane::{Lane, Trouble, closed, read_some};
 use super::sink::Sink;
 use super::stream::Reading;
-use crate::desk::{Arrival, Desk, Heard, Leave};
+use crate::desk::{Desk, Heard};
 use crate::error::{Error, Result};
 use crate::fabric::Tag;
 use crate::fate::Fate;
-use crate::link::{IncomingEnd, Link, OutgoingEnd};
-use crate::pace::{Pacer, Progress, QUANTUM_BYTES};
+use crate::pace::{Pacer, Progress};
 use crate::settings::Settings;
-use crate::wire::{HEADER_BYTES, Header, Kind, REASON_BYTES_MAX, Violation, stream_of, stripe_left};
+use crate::wire::{HEADER_BYTES, Header, Kind, REASON_BYTES_MAX, Violation};
 
 /// A shorter silence is no sign of anything.
 pub const DEADLINE_MIN: Duration = Duration::from_millis(100);
-/// A sender that has waited this long says so, and says it again each time it has.
-const ANNOUNCE_AFTER: Duration = Duration::from_secs(1);
-/// What a receiver that looks at bytes as they come reads at once: it stays in the cache.
-const SCRATCH_BYTES: usize = 64 << 10;
 
 pub struct Peer {
     own_rank: usize,
     rank: usize,
     names: Vec<String>,
-    fate: Arc<Fate>,
+    pub fate: Arc<Fate>,
     desk: Mutex<Desk>,
-    changed: Condvar,
-    control: Sink,
-    data: Vec<Sink>,
-    lanes: Vec<Lane>,
+    pub changed: Condvar,
+    pub control: Sink,
+    pub data: Vec<Sink>,
+    pub lanes: Vec<Lane>,
     closing: AtomicBool,
     /// Wakes the thread of heartbeats.
     pulse: (Mutex<()>, Condvar),
     deadline: Duration,
-    message_deadline: Duration,
-    tick: Duration,
+    pub message_deadline: Duration,
+    pub tick: Duration,
 }
 
 impl Peer {
@@ -111,37 +106,37 @@ impl Peer {
         self.pulse.1.notify_all();
     }
 
-    fn name(&self) -> &str {
+    pub fn name(&self) -> &str {
         &self.names[self.rank]
     }
 
-    fn desk(&self) -> MutexGuard<'_, Desk> {
+    pub fn desk(&self) -> MutexGuard<'_, Desk> {
         self.desk.lock().expect("nobody panics with a desk")
     }
 
-    fn lost(&self, why: String) -> Error {
+    pub fn lost(&self, why: String) -> Error {
         self.fate.fail(Error::PeerLost { rank: self.rank, name: self.name().to_owned(), why })
     }
 
-    fn broke_rules(&self, violation: Violation) -> Error {
+    pub fn broke_rules(&self, violation: Violation) -> Error {
         self.lost(format!("it broke the protocol: {violation}"))
     }
 
-    fn has_left(&self, tag: Tag) -> Error {
+    pub fn has_left(&self, tag: Tag) -> Error {
         Error::PeerLeft { rank: self.rank, name: self.name().to_owned(), what: format!("message {tag}") }
     }
 
-    fn other_length(&self, tag: Tag, sent: u64, wanted: u64) -> Error {
+    pub fn other_length(&self, tag: Tag, sent: u64, wanted: u64) -> Error {
         Error::Length { peer: self.name().to_owned(), tag, sent, wanted }
     }
 
-    fn late(&self, tag: Tag, what: &'static str) -> Error {
+    pub fn late(&self, tag: Tag, what: &'static str) -> Error {
         Error::Late { peer: self.name().to_owned(), tag, what, limit: self.message_deadline }
     }
 
     /// What a broken connection means. Control says it best: a goodbye or a reason comes before its end. So its reader
     /// is waited for, and the connection itself is the reason only if that hears nothing.
-    fn verdict(&self, tag: Tag, why: String) -> Error {
+    pub fn verdict(&self, tag: Tag, why: String) -> Error {
         let until = Instant::now() + self.deadline;
         let mut desk = self.desk();
         loop {
@@ -159,14 +154,27 @@ impl Peer {
         }
     }
 
+    /// What it means that a data stream gave nothing.
+    pub fn trouble(&self, trouble: Trouble, tag: Tag, until: Instant) -> Error {
+        match trouble {
+            Trouble::Closed(why) => self.verdict(tag, why),
+            Trouble::Violation(violation) => self.broke_rules(violation),
+            Trouble::Stopped => match self.fate.check() {
+                Err(failure) => failure,
+                Ok(()) if Instant::now() >= until => self.late(tag, "did not send it"),
+                Ok(()) => self.verdict(tag, "its message stopped".to_owned()),
+            },
+        }
+    }
+
     /// Sends a control frame for a thread that sends or receives.
-    fn tell(&self, header: &Header, payload: &[u8], progress: &mut Progress) -> Result<()> {
+    pub fn tell(&self, header: &Header, payload: &[u8], progress: &mut Progress) -> Result<()> {
         let until = Instant::now() + self.deadline;
         let sent = self.control.put(header, payload, progress, || self.worth_waiting(until));
         sent.map_err(|error| self.verdict(header.tag, closed(&error)))
     }
 
-    fn worth_waiting(&self, until: Instant) -> io::Result<()> {
+    pub fn worth_waiting(&self, until: Instant) -> io::Result<()> {
         if self.fate.failed() || Instant::now() >= until {
             Err(io::ErrorKind::TimedOut.into())
         } else {
@@ -176,10 +184,9 @@ impl Peer {
 
     /// The thread of heartbeats.
     fn beat(&self) {
-        let mut progress = Progress::default();
         loop {
             let last = match self.fate.check().err() {
-                Some(failure) => self.abort_frame(&failure),
+                Some(failure) => Some(self.abort_frame(&failure)),
                 None if self.closing.load(Ordering::SeqCst) => Some((Header::new(Kind::Bye), Vec::new())),
                 None => None,
             };
@@ -192,7 +199,7 @@ impl Peer {
                 false => self.worth_waiting(until),
             };
             // If it cannot be sent the reader of this peer finds out why.
-            let _ = self.control.put(&header, &payload, &mut progress, go_on);
+            let _ = self.control.put(&header, &payload, &mut Progress::default(), go_on);
             if last.is_some() {
                 self.control.close();
                 self.data.iter().for_each(Sink::close);
@@ -206,7 +213,7 @@ impl Peer {
     }
 
     /// What this peer is told about a failure.
-    fn abort_frame(&self, failure: &Error) -> Option<(Header, Vec<u8>)> {
+    fn abort_frame(&self, failure: &Error) -> (Header, Vec<u8>) {
         let (culprit, by, reason) = match failure {
             Error::PeerLost { rank, why, .. } => (*rank as u128 + 1, self.own_rank, why),
             Error::Aborted { by, reason } => {
@@ -220,7 +227,7 @@ impl Peer {
         }
         let payload = reason.as_bytes()[..end].to_vec();
         let header = Header { length: end as u32, ..Header::about(Kind::Abort, Tag(culprit), by as u64) };
-        Some((header, payload))
+        (header, payload)
     }
 
     /// The thread of control frames.
@@ -274,332 +281,5 @@ impl Peer {
             Some(rank) => Error::PeerLost { rank, name: name(rank), why: reason },
             None => Error::Aborted { by: name(by), reason },
         });
-    }
-}
-
-/// The peer as the fabric sees it.
-pub struct TcpLink(pub Arc<Peer>);
-
-impl Link for TcpLink {
-    fn outgoing(&self, tag: Tag, length: usize) -> Result<Box<dyn OutgoingEnd + '_>> {
-        self.0.fate.check()?;
-        let until = Instant::now() + self.0.message_deadline;
-        let progress = Progress::default();
-        Ok(Box::new(TcpOutgoing {
-            peer: &self.0,
-            tag,
-            length: length as u64,
-            offset: 0,
-            way: None,
-            progress,
-            until,
-        }))
-    }
-
-    fn incoming(&self, tag: Tag, length: usize) -> Result<Box<dyn IncomingEnd + '_>> {
-        let peer = &*self.0;
-        peer.fate.check()?;
-        let word = peer.desk().want(tag, length as u64);
-        let Ok(word) = word else { return Err(Error::TagInUse { peer: peer.name().to_owned(), tag }) };
-        let until = Instant::now() + peer.message_deadline;
-        let end = TcpIncoming {
-            peer,
-            tag,
-            length: length as u64,
-            offset: 0,
-            state: Receiving::Unknown,
-            scratch: Vec::new(),
-            until,
-        };
-        if let Some(word) = word
-            && let Err(error) = peer.tell(&word, &[], &mut Progress::default())
-            && !matches!(error, Error::PeerLeft { .. })
-        {
-            return Err(error);
-        }
-        Ok(Box::new(end))
-    }
-}
-
-struct TcpOutgoing<'a> {
-    peer: &'a Peer,
-    tag: Tag,
-    length: u64,
-    offset: u64,
-    way: Option<Kind>,
-    progress: Progress,
-    until: Instant,
-}
-
-impl OutgoingEnd for TcpOutgoing<'_> {
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let way = match self.way {
-            Some(way) => way,
-            None => self.begin()?,
-        };
-        self.way = Some(way);
-        let mut rest = bytes;
-        loop {
-            let (part, after) = rest.split_at(rest.len().min(self.part_bytes(way)));
-            self.put(way, part)?;
-            self.offset += part.len() as u64;
-            rest = after;
-            if rest.is_empty() {
-                return Ok(());
-            }
-        }
-    }
-}
-
-impl TcpOutgoing<'_> {
-    /// The most that can be in the next frame.
-    fn part_bytes(&self, way: Kind) -> usize {
-        let most = if way == Kind::Data { stripe_left(self.offset) } else { usize::MAX };
-        if self.peer.control.is_shaped() { most.min(QUANTUM_BYTES) } else { most }
-    }
-
-    fn put(&mut self, way: Kind, part: &[u8]) -> Result<()> {
-        let header = Header {
-            kind: way,
-            tag: self.tag,
-            total: self.length,
-            offset: self.offset,
-            length: part.len() as u32,
-        };
-        if way == Kind::Eager {
-            return self.peer.tell(&header, part, &mut self.progress);
-        }
-        let (peer, until) = (self.peer, self.until);
-        let sink = &peer.data[stream_of(self.tag, self.offset, peer.data.len())];
-        let sent = sink.put(&header, part, &mut self.progress, || peer.worth_waiting(until));
-        sent.map_err(|error| match (peer.fate.check(), Instant::now() >= until) {
-            (Err(failure), _) => failure,
-            (Ok(()), true) => peer.late(self.tag, "did not take it"),
-            (Ok(()), false) => peer.verdict(self.tag, closed(&error)),
-        })
-    }
-
-    /// Waits until the message may go: when it is wanted, or at once when it is small and the window has room.
-    fn begin(&mut self) -> Result<Kind> {
-        let peer = self.peer;
-        // A small message that has to wait is not wanted before its receiver knows of it.
-        let mut announce_at = Instant::now()
-            + if self.length <= crate::link::EAGER_MESSAGE_BYTES_MAX as u64 {
-                Duration::ZERO
-            } else {
-                ANNOUNCE_AFTER
-            };
-        let mut announced = false;
-        let mut desk = peer.desk();
-        loop {
-            peer.fate.check()?;
-            match desk.begin(self.tag, self.length, announced) {
-                _ if desk.left => return Err(peer.has_left(self.tag)),
-                Leave::Eager => return Ok(Kind::Eager),
-                Leave::Data => return Ok(Kind::Data),
-                Leave::OtherLength(wanted) => {
-                    drop(desk);
-                    let refusal = Header::about(Kind::Refuse, self.tag, self.length);
-                    peer.tell(&refusal, &[], &mut self.progress)?;
-                    return Err(peer.other_length(self.tag, self.length, wanted));
-                }
-                Leave::Wait => {}
-            }
-            let now = Instant::now();
-            if now >= self.until {
-                return Err(peer.late(self.tag, "did not take it"));
-            }
-            if now >= announce_at {
-                drop(desk);
-                peer.tell(&Header::about(Kind::Announce, self.tag, self.length), &[], &mut self.progress)?;
-                announced = true;
-                announce_at = now + ANNOUNCE_AFTER;
-                desk = peer.desk();
-                continue;
-            }
-            let wait = announce_at.min(self.until).saturating_duration_since(now);
-            desk = peer.changed.wait_timeout(desk, wait).expect("nobody panics with a desk").0;
-        }
-    }
-}
-
-struct TcpIncoming<'a> {
-    peer: &'a Peer,
-    tag: Tag,
-    length: u64,
-    /// Bytes of the message that have been read.
-    offset: u64,
-    state: Receiving,
-    scratch: Vec<u8>,
-    until: Instant,
-}
-
-/// Where the next bytes of a message are.
-enum Receiving {
-    Unknown,
-    Piece {
-        bytes: Vec<u8>,
-        used: usize,
-    },
-    /// On the data streams.
-    Streams,
-    /// In a frame that is being read.
-    Frame {
-        lane: usize,
-        source: Box<Source>,
-        left: usize,
-    },
-}
-
-impl IncomingEnd for TcpIncoming<'_> {
-    fn read(&mut self, into: &mut [u8]) -> Result<()> {
-        let mut filled = 0;
-        loop {
-            filled += self.read_part(&mut into[filled..])?;
-            if filled == into.len() {
-                return Ok(());
-            }
-        }
-    }
-
-    fn read_with(&mut self, length: usize, each: &mut dyn FnMut(&[u8])) -> Result<()> {
-        let mut scratch = std::mem::take(&mut self.scratch);
-        scratch.resize(SCRATCH_BYTES.min(length.max(scratch.len())), 0);
-        let mut left = length;
-        loop {
-            let part = left.min(SCRATCH_BYTES);
-            self.read(&mut scratch[..part])?;
-            each(&scratch[..part]);
-            left -= part;
-            if left == 0 {
-                self.scratch = scratch;
-                return Ok(());
-            }
-        }
-    }
-}
-
-impl TcpIncoming<'_> {
-    /// Some of the next bytes; none only of an empty message.
-    fn read_part(&mut self, into: &mut [u8]) -> Result<usize> {
-        loop {
-            match &mut self.state {
-                Receiving::Unknown => self.look()?,
-                Receiving::Piece { bytes, used } => {
-                    let count = into.len().min(bytes.len() - *used);
-                    into[..count].copy_from_slice(&bytes[*used..*used + count]);
-                    *used += count;
-                    let over = *used == bytes.len();
-                    if over {
-                        self.state = Receiving::Unknown;
-                    }
-                    self.offset += count as u64;
-                    return Ok(count);
-                }
-                Receiving::Streams => self.next_frame()?,
-                Receiving::Frame { source, left, .. } => {
-                    let most = into.len().min(*left);
-                    let (peer, until) = (self.peer, self.until);
-                    let count = match most {
-                        0 => Ok(0),
-                        _ => read_some(&mut source.reading, &mut into[..most], &mut || {
-                            peer.worth_waiting(until).is_ok()
-                        }),
-                    };
-                    let count = count.map_err(|trouble| peer.trouble(trouble, self.tag, until))?;
-                    *left -= count;
-                    if *left == 0 {
-                        self.end_frame();
-                    }
-                    self.offset += count as u64;
-                    return Ok(count);
-                }
-            }
-        }
-    }
-
-    fn end_frame(&mut self) {
-        if let Receiving::Frame { lane, source, .. } = std::mem::replace(&mut self.state, Receiving::Streams)
-        {
-            self.peer.lanes[lane].give_back(*source);
-        }
-    }
-
-    /// Finds out how the message comes.
-    fn look(&mut self) -> Result<()> {
-        let peer = self.peer;
-        let mut desk = peer.desk();
-        loop {
-            peer.fate.check()?;
-            let (arrival, word) = desk.look(self.tag);
-            match arrival {
-                Arrival::Piece(bytes) => {
-                    self.state = Receiving::Piece { bytes, used: 0 };
-                    return Ok(());
-                }
-                Arrival::OtherLength(sent) => return Err(peer.other_length(self.tag, sent, self.length)),
-                Arrival::Data => {
-                    drop(desk);
-                    self.state = Receiving::Streams;
-                    return word.map_or(Ok(()), |word| peer.tell(&word, &[], &mut Progress::default()));
-                }
-                Arrival::NotYet if desk.left => return Err(peer.has_left(self.tag)),
-                Arrival::NotYet => {}
-            }
-            let wait = self.until.saturating_duration_since(Instant::now());
-            if wait.is_zero() {
-                return Err(peer.late(self.tag, "did not send it"));
-            }
-            desk = peer.changed.wait_timeout(desk, wait).expect("nobody panics with a desk").0;
-        }
-    }
-
-    fn next_frame(&mut self) -> Result<()> {
-        let (peer, tag, until) = (self.peer, self.tag, self.until);
-        let lane = stream_of(tag, self.offset, peer.lanes.len());
-        let go_on = || peer.worth_waiting(until).is_ok() && peer.desk().other_length(tag).is_none();
-        let expected = |header: &Header| peer.desk().expects_data(header);
-        let next = peer.lanes[lane].next(tag, peer.tick, go_on, expected);
-        let (header, source) = match next {
-            Ok(next) => next,
-            Err(trouble) => {
-                if let Some(sent) = peer.desk().other_length(tag) {
-                    return Err(peer.other_length(tag, sent, self.length));
-                }
-                return Err(peer.trouble(trouble, tag, until));
-            }
-        };
-        let judged = peer.desk().take_data(&header);
-        self.state = Receiving::Frame { lane, source: Box::new(source), left: header.length as usize };
-        judged.map_err(|violation| peer.broke_rules(violation))
-    }
-}
-
-impl Peer {
-    fn trouble(&self, trouble: Trouble, tag: Tag, until: Instant) -> Error {
-        match trouble {
-            Trouble::Closed(why) => self.verdict(tag, why),
-            Trouble::Violation(violation) => self.broke_rules(violation),
-            Trouble::Stopped => match self.fate.check() {
-                Err(failure) => failure,
-                Ok(()) if Instant::now() >= until => self.late(tag, "did not send it"),
-                Ok(()) => self.verdict(tag, "its message stopped".to_owned()),
-            },
-        }
-    }
-}
-
-impl Drop for TcpIncoming<'_> {
-    fn drop(&mut self) {
-        self.end_frame();
-        let credit = {
-            let mut desk = self.peer.desk();
-            desk.done(self.tag);
-            desk.credit()
-        };
-        if let Some(credit) = credit {
-            // A peer that is gone needs none.
-            let _ = self.peer.tell(&credit, &[], &mut Progress::default());
-        }
     }
 }

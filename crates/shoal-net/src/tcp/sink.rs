@@ -2,21 +2,60 @@
 //! free, and where the link has a latency a thread of its own writes it when it is due, so that many can be under way.
 
 use std::io;
-use std::net::Shutdown;
-use std::sync::{Arc, Mutex, mpsc};
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
+use super::join::TICK_MAX;
 use super::stream::Writing;
 use crate::pace::{Pacer, Progress, sleep_until};
 use crate::wire::Header;
 
 pub struct Sink {
-    writing: Arc<Mutex<Writing>>,
+    slot: Arc<Slot>,
+    /// The connection once more, to end it whoever has it.
+    socket: TcpStream,
     pacer: Option<Arc<Pacer>>,
     /// To the thread that writes what is due; gone when the sink is closed.
     under_way: Mutex<Option<mpsc::Sender<Delayed>>>,
     delayed: bool,
+}
+
+/// Where the connection lies while nobody writes.
+struct Slot {
+    writing: Mutex<Option<Writing>>,
+    changed: Condvar,
+}
+
+impl Slot {
+    fn take(&self, go_on: &mut impl FnMut() -> io::Result<()>) -> io::Result<Writing> {
+        let mut writing = self.writing.lock().expect("no writer panics");
+        loop {
+            if let Some(writing) = writing.take() {
+                return Ok(writing);
+            }
+            go_on()?;
+            writing = self.changed.wait_timeout(writing, TICK_MAX).expect("no writer panics").0;
+        }
+    }
+
+    fn give_back(&self, writing: Writing) {
+        *self.writing.lock().expect("no writer panics") = Some(writing);
+        self.changed.notify_one();
+    }
+
+    fn write(
+        &self,
+        header: &Header,
+        payload: &[u8],
+        mut go_on: impl FnMut() -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut writing = self.take(&mut go_on)?;
+        let written = writing.write(&header.encode(), payload, go_on);
+        self.give_back(writing);
+        written
+    }
 }
 
 struct Delayed {
@@ -32,30 +71,42 @@ impl Sink {
         pacer: Option<Arc<Pacer>>,
         go_on: impl Fn() -> io::Result<()> + Send + 'static,
     ) -> io::Result<(Sink, Option<JoinHandle<()>>)> {
-        let writing = Arc::new(Mutex::new(writing));
+        let socket = writing.socket().try_clone()?;
+        let slot = Arc::new(Slot { writing: Mutex::new(Some(writing)), changed: Condvar::new() });
         let delayed = pacer.as_ref().is_some_and(|pacer| pacer.delays());
-        let mut sink = Sink { writing: writing.clone(), pacer, under_way: Mutex::new(None), delayed };
+        let mut sink = Sink { slot: slot.clone(), socket, pacer, under_way: Mutex::new(None), delayed };
         if !delayed {
             return Ok((sink, None));
         }
         let (sender, receiver) = mpsc::channel::<Delayed>();
         sink.under_way = Mutex::new(Some(sender));
+        let socket = sink.socket.try_clone()?;
         let thread = thread::Builder::new().name("shoal-net delay".to_owned()).spawn(move || {
             for frame in receiver {
                 sleep_until(frame.due);
-                let mut writing = writing.lock().expect("no writer panics");
-                if writing.write(&frame.header.encode(), &frame.payload, &go_on).is_err() {
+                if slot.write(&frame.header, &frame.payload, &go_on).is_err() {
                     // Whoever reads from this peer finds out what became of it.
                     return;
                 }
             }
-            let _ = writing.lock().expect("no writer panics").socket().shutdown(Shutdown::Write);
+            let _ = socket.shutdown(Shutdown::Write);
         })?;
         Ok((sink, Some(thread)))
     }
 
-    pub fn is_shaped(&self) -> bool {
-        self.pacer.is_some()
+    /// The connection itself, to write a frame as far as it goes without waiting; to be given back when the frame is
+    /// whole. None where the link is shaped, for there frames wait for their time.
+    pub fn take(&self, mut go_on: impl FnMut() -> io::Result<()>) -> io::Result<Option<Writing>> {
+        if self.pacer.is_some() { Ok(None) } else { self.slot.take(&mut go_on).map(Some) }
+    }
+
+    pub fn give_back(&self, writing: Writing) {
+        self.slot.give_back(writing);
+    }
+
+    /// The most that should leave in one frame.
+    pub fn quantum_bytes(&self) -> usize {
+        self.pacer.as_ref().map_or(usize::MAX, |pacer| pacer.quantum_bytes())
     }
 
     /// Writes one frame whole. `go_on` is asked while the peer takes nothing.
@@ -67,12 +118,12 @@ impl Sink {
         go_on: impl FnMut() -> io::Result<()>,
     ) -> io::Result<()> {
         let Some(pacer) = &self.pacer else {
-            return self.writing.lock().expect("no writer panics").write(&header.encode(), payload, go_on);
+            return self.slot.write(header, payload, go_on);
         };
         if !self.delayed {
             let (through, _) = pacer.take(progress, payload.len());
             sleep_until(through);
-            return self.writing.lock().expect("no writer panics").write(&header.encode(), payload, go_on);
+            return self.slot.write(header, payload, go_on);
         }
         let payload = payload.to_vec();
         let through = {
@@ -94,7 +145,7 @@ impl Sink {
         if self.delayed {
             self.under_way.lock().expect("nobody panics with it").take();
         } else {
-            let _ = self.writing.lock().expect("no writer panics").socket().shutdown(Shutdown::Write);
+            let _ = self.socket.shutdown(Shutdown::Write);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One connection, read or written by one thread at a time, plain or through TLS. Sockets wake their threads every
 //! tick, so that a thread that waits sees when there is no point in it any more.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, BufReader, IoSlice, Read, Write};
 use std::net::TcpStream;
 
 use rustls::{ClientConnection, ServerConnection};
@@ -9,10 +9,15 @@ use rustls::{ClientConnection, ServerConnection};
 /// The receiving end of a connection that a peer made.
 pub enum Reading {
     Plain(TcpStream),
-    Tls(Box<ServerConnection>, TcpStream),
+    /// The session takes a few kilobytes at a time, which would be a call of the system each.
+    Tls(Box<ServerConnection>, BufReader<TcpStream>),
 }
 
 impl Reading {
+    pub fn tls(session: ServerConnection, socket: TcpStream) -> Reading {
+        Reading::Tls(Box::new(session), BufReader::with_capacity(SEALED_BYTES, socket))
+    }
+
     /// The next bytes. `WouldBlock` when a tick has passed, `Ok(0)` at the end.
     pub fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         match self {
@@ -44,7 +49,7 @@ impl Reading {
             Reading::Tls(session, socket) => {
                 session.writer().write_all(bytes)?;
                 while session.wants_write() {
-                    progress(session.write_tls(socket), &mut go_on)?;
+                    progress(session.write_tls(socket.get_mut()), &mut go_on)?;
                 }
             }
         }
@@ -66,33 +71,50 @@ impl Writing {
         payload: &[u8],
         mut go_on: impl FnMut() -> io::Result<()>,
     ) -> io::Result<()> {
+        let (mut header, mut payload) = (header, payload);
+        while !header.is_empty() || !payload.is_empty() || self.holds_back() {
+            let count = progress(self.write_some(header, payload), &mut go_on)?;
+            let of_header = count.min(header.len());
+            header = &header[of_header..];
+            payload = &payload[count - of_header..];
+        }
+        Ok(())
+    }
+
+    /// Takes what it can of a header and its payload, and sends what it can: until a tick has passed, or, where the socket
+    /// does not wait, until it would have to.
+    pub fn write_some(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
         match self {
             Writing::Plain(socket) => {
-                let (mut header, mut payload) = (header, payload);
-                while !header.is_empty() || !payload.is_empty() {
-                    let written = socket.write_vectored(&[IoSlice::new(header), IoSlice::new(payload)]);
-                    let count = progress(written, &mut go_on)?;
-                    let of_header = count.min(header.len());
-                    header = &header[of_header..];
-                    payload = &payload[count - of_header..];
+                match socket.write_vectored(&[IoSlice::new(header), IoSlice::new(payload)])? {
+                    0 => Err(io::ErrorKind::WriteZero.into()),
+                    count => Ok(count),
                 }
-                Ok(())
             }
             Writing::Tls(session, socket) => {
-                let (mut header, mut payload) = (header, payload);
-                while !header.is_empty() || !payload.is_empty() {
-                    let part = payload.len().min(SEALED_BYTES - header.len());
-                    let parts = [IoSlice::new(header), IoSlice::new(&payload[..part])];
-                    let count = session.writer().write_vectored(&parts)?;
-                    let of_header = count.min(header.len());
-                    header = &header[of_header..];
-                    payload = &payload[count - of_header..];
-                    while session.wants_write() {
-                        progress(session.write_tls(socket), &mut go_on)?;
-                    }
+                while session.wants_write() {
+                    session.write_tls(socket)?;
                 }
-                Ok(())
+                let part = payload.len().min(SEALED_BYTES - header.len());
+                let parts = [IoSlice::new(header), IoSlice::new(&payload[..part])];
+                let count = session.writer().write_vectored(&parts)?;
+                while session.wants_write() {
+                    match session.write_tls(socket) {
+                        // It is taken, and goes with the next call.
+                        Err(error) if is_tick(&error) => break,
+                        sent => sent?,
+                    };
+                }
+                Ok(count)
             }
+        }
+    }
+
+    /// Whether something that was taken has not been sent yet.
+    pub fn holds_back(&self) -> bool {
+        match self {
+            Writing::Plain(_) => false,
+            Writing::Tls(session, _) => session.wants_write(),
         }
     }
 
@@ -108,7 +130,6 @@ const SEALED_BYTES: usize = 4 * 16_384;
 
 fn progress(written: io::Result<usize>, go_on: &mut impl FnMut() -> io::Result<()>) -> io::Result<usize> {
     match written {
-        Ok(0) => Err(io::ErrorKind::WriteZero.into()),
         Ok(count) => Ok(count),
         Err(error) if is_tick(&error) => go_on().map(|()| 0),
         Err(error) => Err(error),
