@@ -23,6 +23,8 @@ fn fleets() -> Vec<(&'static str, String)> {
         ("4 V100nv, 4 A10G", node("a", &gpus("V100", 4), "50 GB/s") + &node("b", &gpus("A10G", 4), "")),
         ("4 V100nv, 8 A10G", node("a", &gpus("V100", 4), "50 GB/s") + &node("b", &gpus("A10G", 8), "")),
         ("4 V100nv, 8 T4", node("a", &gpus("V100", 4), "50 GB/s") + &node("b", &gpus("T4", 8), "")),
+        ("8 V100nv, 8 A10G", node("a", &gpus("V100", 8), "50 GB/s") + &node("b", &gpus("A10G", 8), "")),
+        ("2 4090, 2 A10G", node("a", &gpus("RTX 4090", 2), "") + &node("b", &gpus("A10G", 2), "")),
         ("4 A10G, 8 T4", node("a", &gpus("A10G", 4), "") + &node("b", &gpus("T4", 8), "")),
         ("4 L4, 8 V100nv", node("a", &gpus("L4", 4), "") + &node("b", &gpus("V100", 8), "50 GB/s")),
         ("2 4090, 4 3090", node("a", &gpus("RTX 4090", 2), "") + &node("b", &gpus("RTX 3090", 4), "")),
@@ -33,6 +35,7 @@ fn fleets() -> Vec<(&'static str, String)> {
 
 fn models() -> Vec<(&'static str, ModelConfig)> {
     vec![
+        ("gpt2-1.5b", presets::preset("gpt2-1.5b").expect("a preset")),
         ("qwen2-1.5b", presets::preset("qwen2-1.5b").expect("a preset")),
         ("llama-3b", presets::llama(32000, 3200, 26, 32, 32, 8640, 2048, 1e4, false)),
     ]
@@ -78,16 +81,26 @@ fn main() {
                     println!();
                 } else {
                     let start = Instant::now();
-                    let mixed = mixed::plan(&chain, step, &fleet, &costs).expect("it plays");
+                    let mixed = if mode == "single" { mixed::plan_singles(&chain, step, &fleet, &costs) } else { mixed::plan(&chain, step, &fleet, &costs) }.expect("it plays");
                     let took = start.elapsed().as_secs_f64();
                     match mixed {
                         Some(planned) => {
                             print!("{:.1} ms mixed, took {took:.2} s, {:?} {:?}", planned.simulated.seconds * 1e3, planned.mixed.order, planned.mixed.stash);
                             for stage in &planned.mixed.stages {
-                                print!(" {:?}:{:?}/{}{}", stage.devices, stage.layers, stage.piece, if stage.activations == shoal_plan::Activations::Keep { "k" } else { "r" });
+                                print!(" {:?}:{:?}/{}{}{:?}", stage.devices, stage.layers, stage.piece, if stage.activations == shoal_plan::Activations::Keep { "k" } else { "r" }, stage.copies);
                             }
                             println!();
                             if mode == "detail" {
+                                let layout = shoal_plan::Layout::new(&planned.plan, &chain);
+                                let world = shoal_sim::FleetWorld::new(&fleet, &costs, &layout);
+                                let programs = shoal_plan::compile_paced(&planned.plan, &chain, shoal_plan::Purpose::Train, &world).unwrap();
+                                for program in &programs {
+                                    let spans = &planned.simulated.spans[program.device];
+                                    let last = |pick: &dyn Fn(&shoal_plan::Op) -> bool| program.instructions.iter().zip(spans).filter(|(i, _)| pick(&i.op)).map(|(_, s)| s.end).fold(0.0, f64::max);
+                                    let first = |pick: &dyn Fn(&shoal_plan::Op) -> bool| program.instructions.iter().zip(spans).filter(|(i, _)| pick(&i.op)).map(|(_, s)| s.start).fold(9.0, f64::min);
+                                    use shoal_plan::Op;
+                                    println!("  {} first fwd {:.3} first bwd {:.3} last fwd {:.3} bwd {:.3} reduce {:.3} update {:.3} gather {:.3}", program.device, first(&|o| matches!(o, Op::Forward{..})), first(&|o| matches!(o, Op::Backward{..})), last(&|o| matches!(o, Op::Forward{..})), last(&|o| matches!(o, Op::Backward{..})), last(&|o| matches!(o, Op::Reduce{..})), last(&|o| matches!(o, Op::Update{..})), last(&|o| matches!(o, Op::Gather{..})));
+                                }
                                 for (device, time) in planned.simulated.devices.iter().enumerate() {
                                     println!("   {device} {time:.3?} {}", planned.memory[device].total() >> 20);
                                 }

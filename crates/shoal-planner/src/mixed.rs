@@ -23,10 +23,10 @@ use std::ops::Range;
 
 use serde::Serialize;
 use shoal_plan::memory::MemoryForecast;
-use shoal_plan::{Activations, CompileError, Order, Plan, ProgramError};
+use shoal_plan::{Activations, CompileError, Order, Plan, ProgramError, Residence};
 use shoal_sim::Simulated;
 
-pub use search::plan;
+pub use search::{plan, plan_singles};
 pub use table::table;
 
 /// A run of layers and the devices that share it.
@@ -37,6 +37,9 @@ pub struct GroupStage {
     /// Samples that a member takes at a time.
     pub piece: usize,
     pub activations: Activations,
+    /// Of its members' copies of parameters: renewed after the update, or gathered at the next step's begin, while a
+    /// stage behind others still waits for its first piece.
+    pub copies: Residence,
 }
 
 /// A pipeline of groups. A group may have several stages that do not follow each other.

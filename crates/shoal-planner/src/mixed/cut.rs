@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
-use shoal_fleet::{Costs, Fleet};
+use shoal_fleet::{Costs, Fleet, Link};
 use shoal_model::Chain;
 use shoal_plan::one_device::StepShape;
 use shoal_plan::{Activations, DeviceRow, is_remade};
@@ -55,8 +55,8 @@ struct Group {
     members: usize,
     /// One of them.
     first: usize,
-    /// And another, if there is one.
-    second: Option<usize>,
+    /// Between two of them, if there are two.
+    link: Option<Link>,
     /// Of each, without what it takes for itself.
     budgets: Vec<u64>,
 }
@@ -179,6 +179,7 @@ impl<'a> Model<'a> {
                 true => Some(lineup[stage + 1][0]),
                 false => returns.then(|| lineup[0][0]),
             };
+            let link = next.map(|next| self.fleet.link(group.first, next));
             for start in starts {
                 for end in start + 1..=layers - (stages - 1 - stage) {
                     if behind[end] == f64::INFINITY {
@@ -194,8 +195,7 @@ impl<'a> Model<'a> {
                         busy += self.busy(group, sums, &head, Activations::Keep);
                     }
                     let mut network = 0.0;
-                    if let Some(next) = next {
-                        let link = self.fleet.link(group.first, next);
+                    if let Some(link) = &link {
                         let bytes = self.costs.output_bytes(end - 1);
                         network = link.seconds(bytes * samples as u64);
                         one += 2.0 * link.seconds(bytes * piece as u64);
@@ -259,7 +259,7 @@ impl<'a> Model<'a> {
             pieces: pieces.into_iter().filter(|(_, count)| *count > 0).collect(),
             members: devices.len(),
             first: devices[0],
-            second: devices.get(1).copied(),
+            link: devices.get(1).map(|second| self.fleet.link(devices[0], *second)),
             budgets: devices.iter().map(budget).collect(),
         }
     }
@@ -296,9 +296,8 @@ impl<'a> Model<'a> {
 
     /// Seconds in which bytes of all of a group's parameters pass around it.
     fn around(&self, group: &Group, bytes: u64) -> f64 {
-        let Some(second) = group.second else { return 0.0 };
         let passed = bytes * (group.members as u64 - 1) / group.members as u64;
-        self.fleet.link(group.first, second).seconds(passed)
+        group.link.as_ref().map_or(0.0, |link| link.seconds(passed))
     }
 
     fn reduction(&self, group: &Group, parameters: u64) -> f64 {

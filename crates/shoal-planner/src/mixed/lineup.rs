@@ -17,14 +17,8 @@ pub(super) fn lineups(fleet: &Fleet, speeds: &[f64]) -> Vec<Lineup> {
     let ways: Vec<Vec<Lineup>> = nodes.iter().map(|node| ways(fleet, *node, speeds)).collect();
     let mut found: Vec<Lineup> = Vec::new();
     for order in orders {
-        let lines = if few {
-            order.iter().fold(vec![Vec::new()], |lines: Vec<Lineup>, node| {
-                let longer = |line: &Lineup| {
-                    let line = line.clone();
-                    ways[*node].iter().map(move |way| [line.clone(), way.clone()].concat())
-                };
-                lines.iter().flat_map(longer).collect()
-            })
+        let lines: Vec<Lineup> = if few {
+            around(&order, &ways)
         } else {
             // All nodes into as many groups, as far as their devices go.
             let most = ways.iter().map(Vec::len).max().unwrap_or(0);
@@ -42,18 +36,47 @@ pub(super) fn lineups(fleet: &Fleet, speeds: &[f64]) -> Vec<Lineup> {
     found
 }
 
-/// A node's devices as one group, as several of about the same size, up to each by itself. Quick ones stand together, or
+/// Every way of each node, behind every way of those before it. The first node's groups may stand at both ends: so
+/// layers that share a tensor may be in one node.
+fn around(order: &[usize], ways: &[Vec<Lineup>]) -> Vec<Lineup> {
+    let Some((first, rest)) = order.split_first() else { return Vec::new() };
+    let inner = rest.iter().fold(vec![Vec::new()], |lines: Vec<Lineup>, node| {
+        let longer = |line: &Lineup| {
+            let line = line.clone();
+            ways[*node].iter().map(move |way| [line.clone(), way.clone()].concat())
+        };
+        lines.iter().flat_map(longer).collect()
+    });
+    let mut found = Vec::new();
+    for outer in &ways[*first] {
+        for front in 1..=outer.len() {
+            // Without others there are no ends.
+            if front == outer.len() || !rest.is_empty() {
+                let (front, back) = outer.split_at(front);
+                found.extend(inner.iter().map(|inner| [front, inner, back].concat()));
+            }
+        }
+    }
+    found
+}
+
+/// Groups of a node, beside each device by itself.
+const GROUPS_MOST: usize = 4;
+
+/// A node's devices as one group, as several of about the same size, and each by itself. Quick ones stand together, or
 /// are spread over the groups.
 fn ways(fleet: &Fleet, node: usize, speeds: &[f64]) -> Vec<Lineup> {
     let mut devices: Vec<usize> = fleet.nodes[node].devices.clone().collect();
     devices.sort_by(|a, b| speeds[*b].total_cmp(&speeds[*a]));
     let mut found: Vec<Lineup> = Vec::new();
-    for groups in 1..=devices.len() {
+    for groups in (1..=devices.len()).filter(|count| *count <= GROUPS_MOST || *count == devices.len()) {
         let bound = |group: usize| devices.len() * group / groups;
         let together: Lineup = (0..groups).map(|group| devices[bound(group)..bound(group + 1)].to_vec()).collect();
         let spread: Lineup =
             (0..groups).map(|group| devices.iter().copied().skip(group).step_by(groups).collect()).collect();
-        for mut way in [together, spread] {
+        let same = |device: &usize| fleet.devices[*device].kind == fleet.devices[devices[0]].kind;
+        let found_here = if devices.iter().all(same) { vec![together] } else { vec![together, spread] };
+        for mut way in found_here {
             way.iter_mut().for_each(|group| group.sort_unstable());
             let kinds = |way: &Lineup| -> Vec<Vec<&str>> {
                 let kind = |device: &usize| fleet.devices[*device].kind.as_str();

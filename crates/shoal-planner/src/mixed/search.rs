@@ -5,7 +5,7 @@ use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
 use shoal_plan::memory::{MemoryForecast, forecast_in};
 use shoal_plan::one_device::StepShape;
-use shoal_plan::{Activations, DeviceRow, Layout, Order, Purpose, compile_paced};
+use shoal_plan::{Activations, DeviceRow, Layout, Order, Purpose, Residence, compile_paced};
 use shoal_sim::{FleetWorld, Settings, simulate};
 
 use super::cut::{Cut, Model, Wanted};
@@ -29,7 +29,7 @@ const CORRECTIONS: usize = 5;
 /// Bytes of a device that its slices of state may lose to rounding, for each tensor.
 const ROUNDING_BYTES: f64 = 1024.0;
 /// Sizes of pieces that are looked at.
-const PIECES: [usize; 12] = [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256];
+const PIECES: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 /// Of larger steps only the largest pieces are looked at.
 const LARGE_INSTRUCTIONS: usize = 60_000;
 
@@ -40,6 +40,27 @@ pub fn plan(
     fleet: &Fleet,
     costs: &Costs,
 ) -> Result<Option<MixedPlanned>, PlayError> {
+    search(chain, step, fleet, costs, false)
+}
+
+/// The same search where every group is one device that has one stage: a plain pipeline of one replica, beside which
+/// mixtures can be held.
+pub fn plan_singles(
+    chain: &Chain,
+    step: StepShape,
+    fleet: &Fleet,
+    costs: &Costs,
+) -> Result<Option<MixedPlanned>, PlayError> {
+    search(chain, step, fleet, costs, true)
+}
+
+fn search(
+    chain: &Chain,
+    step: StepShape,
+    fleet: &Fleet,
+    costs: &Costs,
+    singles: bool,
+) -> Result<Option<MixedPlanned>, PlayError> {
     // Batch statistics of the whole batch ask for all of it on the way at once.
     let normed = (0..chain.layers.len()).any(|layer| chain.batch_norm(layer).is_some());
     if step.global_batch == 0 || fleet.devices.is_empty() || normed {
@@ -48,8 +69,12 @@ pub fn plan(
     let devices = device_rows(fleet);
     let pieces = sizes(chain, step.global_batch);
     let model = Model::new(chain, step, fleet, costs, &devices, &pieces);
-    let search = Search { model: &model, devices: &devices };
-    let mut tried = search.try_best(search.candidates(&pieces))?;
+    let search = Search { model: &model, devices: &devices, singles };
+    let t0 = std::time::Instant::now();
+    let candidates = search.candidates(&pieces);
+    eprintln!("{} candidates {:.3}", candidates.len(), t0.elapsed().as_secs_f64());
+    let mut tried = search.try_best(candidates)?;
+    eprintln!("{} tried {:.3}", tried.len(), t0.elapsed().as_secs_f64());
     tried.truncate(POLISHED_MOST);
     let mut best: Option<MixedPlanned> = None;
     let share = POLISHED_INSTRUCTIONS / tried.len().max(1);
@@ -81,7 +106,6 @@ struct Candidate {
     lineup: Lineup,
     returns: bool,
     piece: usize,
-    activations: Activations,
     cut: Cut,
 }
 
@@ -95,6 +119,8 @@ enum Outcome {
 struct Search<'a> {
     model: &'a Model<'a>,
     devices: &'a [DeviceRow],
+    /// Whether every group is one device that has one stage.
+    singles: bool,
 }
 
 impl Search<'_> {
@@ -103,21 +129,16 @@ impl Search<'_> {
         let mut found = Vec::new();
         for lineup in lineups(self.model.fleet, &self.model.speeds()) {
             for returns in [false, true] {
+                let single = lineup.iter().all(|group| group.len() == 1) && !returns;
+                if single != self.singles {
+                    continue;
+                }
                 for piece in pieces.iter().copied() {
-                    for activations in [Activations::Keep, Activations::Recompute] {
-                        let (ways, reserves) = (vec![activations; lineup.len()], vec![0; lineup.len()]);
-                        let (activations_of, reserves) = (&ways, &reserves);
-                        let wanted =
-                            Wanted { lineup: &lineup, returns, piece, activations: activations_of, reserves };
-                        if let Some(cut) = self.model.cut(&wanted) {
-                            found.push(Candidate {
-                                lineup: lineup.clone(),
-                                returns,
-                                piece,
-                                activations,
-                                cut,
-                            });
-                        }
+                    let (keep, none) = (vec![Activations::Keep; lineup.len()], vec![0; lineup.len()]);
+                    let wanted =
+                        Wanted { lineup: &lineup, returns, piece, activations: &keep, reserves: &none };
+                    if let Some(cut) = self.model.cut(&wanted) {
+                        found.push(Candidate { lineup: lineup.clone(), returns, piece, cut });
                     }
                 }
             }
@@ -149,8 +170,8 @@ impl Search<'_> {
 
     /// A candidate, made to fit: groups that lack memory keep less of their activations, then have fewer layers.
     fn fitted(&self, candidate: Candidate) -> Result<Option<MixedPlanned>, PlayError> {
-        let Candidate { lineup, returns, piece, activations, mut cut } = candidate;
-        let mut ways = vec![activations; lineup.len()];
+        let Candidate { lineup, returns, piece, mut cut } = candidate;
+        let mut ways = vec![Activations::Keep; lineup.len()];
         let mut reserves = vec![0; lineup.len()];
         for _ in 0..CORRECTIONS {
             let stages = cut.layers.iter().enumerate().map(|(stage, layers)| {
@@ -161,6 +182,7 @@ impl Search<'_> {
                     layers: layers.clone(),
                     piece,
                     activations: ways[group],
+                    copies: if stage == 0 { Residence::Resident } else { Residence::Fetched },
                 }
             });
             let stages: Vec<GroupStage> = stages.collect();
@@ -253,7 +275,7 @@ impl Search<'_> {
         }
     }
 
-    /// Pipelines that differ in one cut, one stage's activations, the size of pieces, or the order.
+    /// Pipelines that differ in one cut, one stage's activations, copies or pieces, or the order.
     fn neighbours(&self, mixed: &Mixed) -> Vec<Mixed> {
         let mut found = Vec::new();
         let mut with = |change: &dyn Fn(&mut Mixed)| {
@@ -285,6 +307,13 @@ impl Search<'_> {
                 *activations = match activations {
                     Activations::Keep => Activations::Recompute,
                     Activations::Recompute | Activations::Offload => Activations::Keep,
+                };
+            });
+            with(&|mixed| {
+                let copies = &mut mixed.stages[place].copies;
+                *copies = match copies {
+                    Residence::Resident => Residence::Fetched,
+                    Residence::Fetched => Residence::Resident,
                 };
             });
             for piece in [mixed.stages[place].piece * 2, mixed.stages[place].piece / 2] {

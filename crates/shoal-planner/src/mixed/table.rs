@@ -69,8 +69,13 @@ fn tensor_row(chain: &Chain, mixed: &Mixed, rows: &[LayerRow], tensor: usize, ro
     holders.sort_unstable();
     holders.dedup();
     let held = slices(spec.elements(), &holders, rooms);
+    // A device with two stages that use it keeps it as the first does.
+    let residence = |device: usize| {
+        let own = mixed.stages.iter().filter(uses).find(|stage| stage.devices.contains(&device));
+        own.map_or(Residence::Resident, |stage| stage.copies)
+    };
     let copies =
-        computing.iter().map(|device| ComputeCopy { device: *device, residence: Residence::Resident });
+        computing.iter().map(|device| ComputeCopy { device: *device, residence: residence(*device) });
     TensorRow {
         tensor: spec.name.clone(),
         elements: spec.elements(),
