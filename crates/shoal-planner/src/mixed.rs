@@ -40,6 +40,8 @@ pub struct GroupStage {
     /// Of its members' copies of parameters: renewed after the update, or gathered at the next step's begin, while a
     /// stage behind others still waits for its first piece.
     pub copies: Residence,
+    /// The most pieces that a member has between forward and backward; by default what the order asks for.
+    pub stash: Option<usize>,
 }
 
 /// A pipeline of groups. A group may have several stages that do not follow each other.
@@ -47,8 +49,6 @@ pub struct GroupStage {
 pub struct Mixed {
     pub stages: Vec<GroupStage>,
     pub order: Order,
-    /// The most pieces that a device has between forward and backward; by default what the order asks for.
-    pub stash: Option<usize>,
 }
 
 pub struct MixedPlanned {

@@ -52,6 +52,8 @@ impl Sums {
 struct Group {
     /// Kinds of its members, with the most pieces that one of the kind takes.
     pieces: Vec<(usize, usize)>,
+    /// The most of those.
+    rounds: usize,
     members: usize,
     /// One of them.
     first: usize,
@@ -95,6 +97,10 @@ pub(super) struct Model<'a> {
     parameters: Vec<u64>,
     /// Of the last layer, those that an earlier one uses.
     tied: u64,
+    /// What one sample leaves between forward and backward in the layers up to each: all of it, or what it is made again
+    /// from.
+    saved: Vec<u64>,
+    inputs: Vec<u64>,
 }
 
 impl<'a> Model<'a> {
@@ -140,6 +146,8 @@ impl<'a> Model<'a> {
             sums: pieces.iter().map(of_size).collect(),
             parameters,
             tied,
+            saved: kept_bytes(chain, step, Activations::Keep),
+            inputs: kept_bytes(chain, step, Activations::Recompute),
         }
     }
 
@@ -171,9 +179,13 @@ impl<'a> Model<'a> {
         // The least a step takes from each group and layer on, and where that group's layers end.
         let mut behind = vec![f64::INFINITY; layers + 1];
         behind[layers] = if returns { self.one_piece(&groups[0], sums, &head, Activations::Keep) } else { 0.0 };
+        // What one piece takes from there on and back.
+        let mut way = vec![0.0; layers + 1];
+        way[layers] = behind[layers];
         let mut ends = vec![vec![0; layers + 1]; stages];
         for (stage, group) in groups.iter().enumerate().rev() {
             let mut here = vec![f64::INFINITY; layers + 1];
+            let mut way_here = vec![0.0; layers + 1];
             let starts = if stage == 0 { 0..1 } else { stage..layers };
             let next = match stage + 1 < stages {
                 true => Some(lineup[stage + 1][0]),
@@ -186,7 +198,7 @@ impl<'a> Model<'a> {
                         continue;
                     }
                     let run = start..end;
-                    let Some(parameters) = self.fitting(wanted, stage, group, &run) else { break };
+                    let Some((parameters, under_way)) = self.fitting(wanted, stage, group, &run) else { break };
                     let backward = self.slowest(group, sums, |sums| sums.backward(&run, activations[stage]));
                     let reduced = (self.reduction(group, parameters) - backward).max(0.0);
                     let mut busy = self.busy(group, sums, &run, activations[stage]);
@@ -200,16 +212,20 @@ impl<'a> Model<'a> {
                         network = link.seconds(bytes * samples as u64);
                         one += 2.0 * link.seconds(bytes * piece as u64);
                     }
+                    // With few on the way at a time, a group waits for them to come back.
+                    let turns = group.rounds as f64 / under_way.min(group.rounds).max(1) as f64;
+                    busy = busy.max(turns * (one + way[end]));
                     let mut seconds = (busy + reduced).max(one + behind[end]).max(one + network);
                     if stage == 0 {
                         seconds = seconds.max(one + behind[end] + reduced);
                     }
                     if seconds < here[start] {
                         (here[start], ends[stage][start]) = (seconds, end);
+                        way_here[start] = one + way[end];
                     }
                 }
             }
-            behind = here;
+            (behind, way) = (here, way_here);
         }
         if behind[0] == f64::INFINITY {
             return None;
@@ -256,6 +272,7 @@ impl<'a> Model<'a> {
             budget_bytes.saturating_sub(workspace_bytes)
         };
         Group {
+            rounds: pieces.values().copied().max().unwrap_or(0),
             pieces: pieces.into_iter().filter(|(_, count)| *count > 0).collect(),
             members: devices.len(),
             first: devices[0],
@@ -278,8 +295,14 @@ impl<'a> Model<'a> {
         self.slowest(group, sums, |sums| sums.both(run, activations))
     }
 
-    /// Trained numbers of a group's layers, if their state fits.
-    fn fitting(&self, wanted: &Wanted, stage: usize, group: &Group, run: &Range<usize>) -> Option<u64> {
+    /// Trained numbers of a group's layers, if their state fits, and the pieces that a member has room for beside it.
+    fn fitting(
+        &self,
+        wanted: &Wanted,
+        stage: usize,
+        group: &Group,
+        run: &Range<usize>,
+    ) -> Option<(u64, usize)> {
         let mut parameters = self.parameters[run.end] - self.parameters[run.start];
         if run.end == self.chain.layers.len() && run.start > 0 {
             parameters += self.tied;
@@ -291,7 +314,10 @@ impl<'a> Model<'a> {
         let own = own + wanted.reserves[stage];
         let rooms = group.budgets.iter().map(|budget| budget.checked_sub(own));
         let room: u64 = rooms.sum::<Option<u64>>()?;
-        (states <= room).then_some(parameters)
+        let kept = if wanted.activations[stage] == Activations::Keep { &self.saved } else { &self.inputs };
+        let piece = (kept[run.end] - kept[run.start]) * wanted.piece as u64;
+        let left = room.checked_sub(states)? / group.members as u64;
+        Some((parameters, (left / piece.max(1)) as usize)).filter(|(_, pieces)| *pieces > 0)
     }
 
     /// Seconds in which bytes of all of a group's parameters pass around it.
@@ -307,6 +333,23 @@ impl<'a> Model<'a> {
     fn renewal(&self, group: &Group, parameters: u64) -> f64 {
         self.around(group, self.step.precision.bytes() as u64 * parameters)
     }
+}
+
+/// Bytes that one sample leaves in the layers up to each.
+fn kept_bytes(chain: &Chain, step: StepShape, activations: Activations) -> Vec<u64> {
+    let mut sum = vec![0];
+    for (number, layer) in chain.layers.iter().enumerate() {
+        let remade = is_remade(chain, number, kept(&layer.kind, activations));
+        let bytes = match layer.kind.phases(1, step.precision) {
+            Some(_) => layer.kind.output_bytes(1, step.sequence, step.precision),
+            None => {
+                let footprint = layer.kind.footprint(1, step.sequence, step.precision);
+                if remade { footprint.input } else { footprint.saved }
+            }
+        };
+        sum.push(sum[number] + bytes);
+    }
+    sum
 }
 
 fn sums(chain: &Chain, costs: &Costs, device: usize, piece: usize) -> Sums {

@@ -16,16 +16,18 @@ use crate::device_rows;
 
 /// Instructions that may be compiled to try out what the model likes best, and to improve the best of that.
 const TRIED_INSTRUCTIONS: usize = 200_000;
-const POLISHED_INSTRUCTIONS: usize = 300_000;
+const POLISHED_INSTRUCTIONS: usize = 250_000;
 /// At least so many are tried, and at most.
 const TRIED_LEAST: usize = 3;
 const TRIED_MOST: usize = 60;
 /// How many of those are improved, at most.
-const POLISHED_MOST: usize = 3;
+const POLISHED_MOST: usize = 5;
 /// How much longer than the best a pipeline may take by the model to be tried at all.
 const PROMISING: f64 = 1.4;
-/// How often a cut is made again because its forecast was too high.
-const CORRECTIONS: usize = 5;
+/// How often a pipeline is changed because its forecast was too high.
+const CORRECTIONS: usize = 8;
+/// Pieces on the way for each device of the groups behind: one that it computes, one that waits for it.
+const UNDER_WAY: usize = 2;
 /// Bytes of a device that its slices of state may lose to rounding, for each tensor.
 const ROUNDING_BYTES: f64 = 1024.0;
 /// Sizes of pieces that are looked at.
@@ -70,12 +72,17 @@ fn search(
     let pieces = sizes(chain, step.global_batch);
     let model = Model::new(chain, step, fleet, costs, &devices, &pieces);
     let search = Search { model: &model, devices: &devices, singles };
-    let t0 = std::time::Instant::now();
-    let candidates = search.candidates(&pieces);
-    eprintln!("{} candidates {:.3}", candidates.len(), t0.elapsed().as_secs_f64());
-    let mut tried = search.try_best(candidates)?;
-    eprintln!("{} tried {:.3}", tried.len(), t0.elapsed().as_secs_f64());
-    tried.truncate(POLISHED_MOST);
+    let mut tried = search.try_best(search.candidates(&pieces))?;
+    // The best of different lineups.
+    let mut kinds: Vec<Vec<usize>> = Vec::new();
+    tried.retain(|planned| {
+        let kind = planned.mixed.stages.iter().map(|stage| stage.devices.len()).collect();
+        let chosen = kinds.len() < POLISHED_MOST && !kinds.contains(&kind);
+        if chosen {
+            kinds.push(kind);
+        }
+        chosen
+    });
     let mut best: Option<MixedPlanned> = None;
     let share = POLISHED_INSTRUCTIONS / tried.len().max(1);
     for planned in tried {
@@ -106,6 +113,8 @@ struct Candidate {
     lineup: Lineup,
     returns: bool,
     piece: usize,
+    /// By group.
+    ways: Vec<Activations>,
     cut: Cut,
 }
 
@@ -133,12 +142,17 @@ impl Search<'_> {
                 if single != self.singles {
                     continue;
                 }
-                for piece in pieces.iter().copied() {
-                    let (keep, none) = (vec![Activations::Keep; lineup.len()], vec![0; lineup.len()]);
-                    let wanted =
-                        Wanted { lineup: &lineup, returns, piece, activations: &keep, reserves: &none };
-                    if let Some(cut) = self.model.cut(&wanted) {
-                        found.push(Candidate { lineup: lineup.clone(), returns, piece, cut });
+                // What is last has one piece on the way, and room for it.
+                let mut lean = vec![Activations::Recompute; lineup.len()];
+                lean[lineup.len() - 1] = Activations::Keep;
+                for ways in [vec![Activations::Keep; lineup.len()], lean] {
+                    for piece in pieces.iter().copied() {
+                        let reserves = &vec![0; lineup.len()];
+                        let wanted = Wanted { lineup: &lineup, returns, piece, activations: &ways, reserves };
+                        if let Some(cut) = self.model.cut(&wanted) {
+                            let (lineup, ways) = (lineup.clone(), ways.clone());
+                            found.push(Candidate { lineup, returns, piece, ways, cut });
+                        }
                     }
                 }
             }
@@ -168,10 +182,13 @@ impl Search<'_> {
         Ok(tried)
     }
 
-    /// A candidate, made to fit: groups that lack memory keep less of their activations, then have fewer layers.
+    /// A candidate, made to fit: groups that lack memory have fewer pieces on the way, then keep less of their
+    /// activations, then have fewer layers.
     fn fitted(&self, candidate: Candidate) -> Result<Option<MixedPlanned>, PlayError> {
-        let Candidate { lineup, returns, piece, mut cut } = candidate;
-        let mut ways = vec![Activations::Keep; lineup.len()];
+        let Candidate { lineup, returns, piece, mut ways, mut cut } = candidate;
+        let ample: Vec<usize> =
+            (0..lineup.len()).map(|group| self.ample(&lineup[group..], returns, piece)).collect();
+        let mut stashes = ample.clone();
         let mut reserves = vec![0; lineup.len()];
         for _ in 0..CORRECTIONS {
             let stages = cut.layers.iter().enumerate().map(|(stage, layers)| {
@@ -183,20 +200,23 @@ impl Search<'_> {
                     piece,
                     activations: ways[group],
                     copies: if stage == 0 { Residence::Resident } else { Residence::Fetched },
+                    stash: Some(stashes[group]),
                 }
             });
             let stages: Vec<GroupStage> = stages.collect();
-            let stash = Some(2 * stages.len());
-            let short =
-                match self.play(Mixed { stages, order: Order::OneForwardOneBackward, stash }, None)? {
-                    Outcome::Fits(planned) => return Ok(Some(*planned)),
-                    Outcome::Short(short) => short,
-                };
+            let short = match self.play(Mixed { stages, order: Order::OneForwardOneBackward }, None)? {
+                Outcome::Fits(planned) => return Ok(Some(*planned)),
+                Outcome::Short(short) => short,
+            };
             for (group, devices) in lineup.iter().enumerate() {
                 let lacks = devices.iter().map(|device| short[*device]).max().unwrap_or(0);
-                if lacks > 0 && ways[group] == Activations::Keep {
-                    ways[group] = Activations::Recompute;
-                } else if lacks > 0 {
+                let stash = &mut stashes[group];
+                if lacks == 0 {
+                } else if 2 * *stash > ample[group] && *stash > 1 {
+                    *stash = (*stash * 3 / 4).min(*stash - 1);
+                } else if ways[group] == Activations::Keep {
+                    (ways[group], *stash) = (Activations::Recompute, ample[group]);
+                } else {
                     reserves[group] += lacks;
                 }
             }
@@ -208,6 +228,15 @@ impl Search<'_> {
             }
         }
         Ok(None)
+    }
+
+    /// Pieces that each member of the first of some groups must have between forward and backward so that none behind
+    /// it waits; where the last layer returns to the lineup's first group, that counts twice.
+    fn ample(&self, groups: &[Vec<usize>], returns: bool, piece: usize) -> usize {
+        let own = groups.first().map_or(1, Vec::len);
+        let devices = groups.iter().map(Vec::len).sum::<usize>() + if returns { own } else { 0 };
+        let all = self.model.step.global_batch.div_ceil(piece).div_ceil(own);
+        (UNDER_WAY * devices).div_ceil(own).min(all * if returns { 2 } else { 1 })
     }
 
     /// Compiles a pipeline, divides its state by the rooms that are left, and plays it through if it fits and may be
@@ -254,23 +283,24 @@ impl Search<'_> {
         }
     }
 
-    /// Goes from a pipeline to the best of its neighbours as long as that is quicker.
+    /// Goes from a pipeline to a neighbour that is quicker, as long as there is one.
     fn polish(&self, mut planned: MixedPlanned, mut left: usize) -> Result<MixedPlanned, PlayError> {
+        // The place of the next neighbour, and how many in a row were no better.
+        let (mut next, mut idle) = (0, 0);
         loop {
-            let mut better: Option<MixedPlanned> = None;
-            for neighbour in self.neighbours(&planned.mixed) {
-                let piece = neighbour.stages.iter().map(|stage| stage.piece).min().unwrap_or(1);
-                let work = instructions(self.model.chain, self.model.step.global_batch, piece);
-                let Some(rest) = left.checked_sub(work) else { break };
-                left = rest;
-                let best = better.as_ref().unwrap_or(&planned).simulated.seconds;
-                if let Outcome::Fits(other) = self.play(neighbour, Some(best * (1.0 - 1e-9)))? {
-                    better = Some(*other);
-                }
+            let mut neighbours = self.neighbours(&planned.mixed);
+            if idle >= neighbours.len() {
+                return Ok(planned);
             }
-            match better {
-                Some(other) => planned = other,
-                None => return Ok(planned),
+            let neighbour = neighbours.swap_remove(next % neighbours.len());
+            let piece = neighbour.stages.iter().map(|stage| stage.piece).min().unwrap_or(1);
+            let work = instructions(self.model.chain, self.model.step.global_batch, piece);
+            let Some(rest) = left.checked_sub(work) else { return Ok(planned) };
+            left = rest;
+            match self.play(neighbour, Some(planned.simulated.seconds * (1.0 - 1e-9)))? {
+                // What helped once may help again.
+                Outcome::Fits(other) => (planned, idle) = (*other, 0),
+                Outcome::Short(_) => (next, idle) = (next + 1, idle + 1),
             }
         }
     }
@@ -322,9 +352,11 @@ impl Search<'_> {
                 }
             }
         }
-        let stages = mixed.stages.len();
-        for stash in [None, Some(stages), Some(2 * stages), Some(4 * stages), Some(8 * stages)] {
-            with(&|mixed| mixed.stash = stash);
+        for (place, stage) in mixed.stages.iter().enumerate() {
+            let Some(stash) = stage.stash else { continue };
+            for other in [2 * stash, stash + 1, stash - 1, stash / 2].into_iter().filter(|other| *other > 0) {
+                with(&|mixed| mixed.stages[place].stash = Some(other));
+            }
         }
         for order in [Order::OneForwardOneBackward, Order::Varuna, Order::Gpipe] {
             with(&|mixed| mixed.order = order);

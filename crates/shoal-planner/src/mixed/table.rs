@@ -20,8 +20,9 @@ pub fn table(
     mixed: &Mixed,
     rooms: &[f64],
 ) -> Plan {
-    for device in mixed.stages.iter().flat_map(|stage| &stage.devices) {
-        devices[*device].stash = mixed.stash;
+    // A device with two stages stashes as the first says.
+    for stage in mixed.stages.iter().rev() {
+        stage.devices.iter().for_each(|device| devices[*device].stash = stage.stash);
     }
     let dealt = deal(costs, &mixed.stages, step.global_batch);
     let mut layers: Vec<LayerRow> = Vec::new();
