@@ -31,9 +31,12 @@ const REPLICAS: [Option<usize>; 4] = [None, Some(1), Some(2), Some(4)];
 fn main() -> Result<(), PlayError> {
     let words: Vec<String> = env::args().skip(1).collect();
     let llama = presets::llama(32000, 3200, 26, 32, 32, 8640, 2048, 1e4, false);
-    let models = [("qwen2-1.5b", preset("qwen2-1.5b")), ("gpt2-1.5b", preset("gpt2-1.5b")), ("llama-3b", llama)];
+    let models =
+        [("qwen2-1.5b", preset("qwen2-1.5b")), ("gpt2-1.5b", preset("gpt2-1.5b")), ("llama-3b", llama)];
     println!("step in ms; the ratio is that of the best pure shape's to the mixture's");
-    println!("fleet            model       tokens  samples  pipeline  sharded    burst    mixed  ratio  groups");
+    println!(
+        "fleet            model       tokens  samples  pipeline  sharded    burst    mixed  ratio  groups"
+    );
     for machines in FLEETS {
         let fleet = Fleet::parse(&machines.map(node).concat(), "fleet").expect("the fleet is one");
         for (model, config) in &models {

@@ -178,7 +178,8 @@ impl<'a> Model<'a> {
         let samples = self.step.global_batch;
         // The least a step takes from each group and layer on, and where that group's layers end.
         let mut behind = vec![f64::INFINITY; layers + 1];
-        behind[layers] = if returns { self.one_piece(&groups[0], sums, &head, Activations::Keep) } else { 0.0 };
+        behind[layers] =
+            if returns { self.one_piece(&groups[0], sums, &head, Activations::Keep) } else { 0.0 };
         // What one piece takes from there on and back.
         let mut way = vec![0.0; layers + 1];
         way[layers] = behind[layers];
@@ -198,7 +199,9 @@ impl<'a> Model<'a> {
                         continue;
                     }
                     let run = start..end;
-                    let Some((parameters, under_way)) = self.fitting(wanted, stage, group, &run) else { break };
+                    let Some((parameters, under_way)) = self.fitting(wanted, stage, group, &run) else {
+                        break;
+                    };
                     let backward = self.slowest(group, sums, |sums| sums.backward(&run, activations[stage]));
                     let reduced = (self.reduction(group, parameters) - backward).max(0.0);
                     let mut busy = self.busy(group, sums, &run, activations[stage]);
@@ -251,10 +254,8 @@ impl<'a> Model<'a> {
 
     fn group(&self, devices: &[usize], piece: usize, sums: &[Sums]) -> Group {
         let all = 0..self.chain.layers.len();
-        let seconds: Vec<f64> = devices
-            .iter()
-            .map(|device| sums[self.kinds[*device]].both(&all, Activations::Keep))
-            .collect();
+        let seconds: Vec<f64> =
+            devices.iter().map(|device| sums[self.kinds[*device]].both(&all, Activations::Keep)).collect();
         let mut busy = vec![0.0; devices.len()];
         let mut counts = vec![0; devices.len()];
         for _ in 0..self.step.global_batch.div_ceil(piece) {

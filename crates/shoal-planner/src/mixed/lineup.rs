@@ -71,7 +71,8 @@ fn ways(fleet: &Fleet, node: usize, speeds: &[f64]) -> Vec<Lineup> {
     let mut found: Vec<Lineup> = Vec::new();
     for groups in (1..=devices.len()).filter(|count| *count <= GROUPS_MOST || *count == devices.len()) {
         let bound = |group: usize| devices.len() * group / groups;
-        let together: Lineup = (0..groups).map(|group| devices[bound(group)..bound(group + 1)].to_vec()).collect();
+        let together: Lineup =
+            (0..groups).map(|group| devices[bound(group)..bound(group + 1)].to_vec()).collect();
         let spread: Lineup =
             (0..groups).map(|group| devices.iter().copied().skip(group).step_by(groups).collect()).collect();
         let same = |device: &usize| fleet.devices[*device].kind == fleet.devices[devices[0]].kind;
@@ -107,7 +108,8 @@ fn every_order(nodes: &[usize]) -> Vec<Vec<usize>> {
 /// As the fleet names them, and by how many devices they have: small groups fill a pipeline sooner.
 fn likely_orders(fleet: &Fleet, speeds: &[f64]) -> Vec<Vec<usize>> {
     let named: Vec<usize> = (0..fleet.nodes.len()).collect();
-    let speed = |node: &usize| -> f64 { fleet.nodes[*node].devices.clone().map(|device| speeds[device]).sum() };
+    let speed =
+        |node: &usize| -> f64 { fleet.nodes[*node].devices.clone().map(|device| speeds[device]).sum() };
     let (mut small_first, mut quick_first) = (named.clone(), named.clone());
     small_first.sort_by_key(|node| fleet.nodes[*node].devices.len());
     quick_first.sort_by(|a, b| speed(b).total_cmp(&speed(a)));
@@ -121,4 +123,46 @@ fn likely_orders(fleet: &Fleet, speeds: &[f64]) -> Vec<Vec<usize>> {
         }
     }
     orders
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fleet(nodes: &[&str]) -> Fleet {
+        let node = |(number, devices): (usize, &&str)| {
+            format!(
+                "[[node]]\nname = \"n{number}\"\nhost_memory = \"64 GiB\"\nnetwork = \"10 Gbit/s\"\ndevices = [{devices}]\n"
+            )
+        };
+        Fleet::parse(&nodes.iter().enumerate().map(node).collect::<String>(), "fleet").unwrap()
+    }
+
+    #[test]
+    fn every_device_stands_in_one_group_of_its_node() {
+        let (four, mixed) =
+            (r#"{ kind = "T4", count = 4 }"#, r#"{ kind = "T4" }, { kind = "V100", count = 2 }"#);
+        for nodes in [vec![four], vec![four, mixed], vec![mixed, four, mixed]] {
+            let fleet = fleet(&nodes);
+            let all = lineups(&fleet, &vec![1.0; fleet.devices.len()]);
+            for lineup in &all {
+                let mut devices = lineup.concat();
+                devices.sort_unstable();
+                assert_eq!(devices, (0..fleet.devices.len()).collect::<Vec<_>>());
+                let apart =
+                    |group: &Vec<usize>| group.iter().any(|device| !fleet.same_node(group[0], *device));
+                assert!(!lineup.iter().any(apart), "{lineup:?}");
+            }
+            let distinct: std::collections::BTreeSet<_> = all.iter().collect();
+            assert_eq!(distinct.len(), all.len());
+        }
+    }
+
+    #[test]
+    fn a_node_may_stand_at_both_ends() {
+        let pair = r#"{ kind = "T4", count = 2 }"#;
+        let all = lineups(&fleet(&[pair, pair]), &[1.0; 4]);
+        assert!(all.contains(&vec![vec![0], vec![2, 3], vec![1]]));
+        assert!(all.contains(&vec![vec![2], vec![0], vec![1], vec![3]]));
+    }
 }

@@ -63,7 +63,7 @@ fn search(
     costs: &Costs,
     singles: bool,
 ) -> Result<Option<MixedPlanned>, PlayError> {
-    // Batch statistics of the whole batch ask for all of it on the way at once.
+    // Batch statistics take samples together that pieces would part.
     let normed = (0..chain.layers.len()).any(|layer| chain.batch_norm(layer).is_some());
     if step.global_batch == 0 || fleet.devices.is_empty() || normed {
         return Ok(None);
@@ -74,14 +74,14 @@ fn search(
     let search = Search { model: &model, devices: &devices, singles };
     let mut tried = search.try_best(search.candidates(&pieces))?;
     // The best of different lineups.
-    let mut kinds: Vec<Vec<usize>> = Vec::new();
+    let mut chosen: Vec<Lineup> = Vec::new();
     tried.retain(|planned| {
-        let kind = planned.mixed.stages.iter().map(|stage| stage.devices.len()).collect();
-        let chosen = kinds.len() < POLISHED_MOST && !kinds.contains(&kind);
-        if chosen {
-            kinds.push(kind);
+        let lineup = planned.mixed.stages.iter().map(|stage| stage.devices.clone()).collect();
+        let is_new = chosen.len() < POLISHED_MOST && !chosen.contains(&lineup);
+        if is_new {
+            chosen.push(lineup);
         }
-        chosen
+        is_new
     });
     let mut best: Option<MixedPlanned> = None;
     let share = POLISHED_INSTRUCTIONS / tried.len().max(1);
@@ -220,8 +220,7 @@ impl Search<'_> {
                     reserves[group] += lacks;
                 }
             }
-            let wanted =
-                Wanted { lineup: &lineup, returns, piece, activations: &ways, reserves: &reserves };
+            let wanted = Wanted { lineup: &lineup, returns, piece, activations: &ways, reserves: &reserves };
             match self.model.cut(&wanted) {
                 Some(again) => cut = again,
                 None => return Ok(None),
