@@ -7,6 +7,10 @@ use shoal_plan::one_device::StepShape;
 use shoal_plan::{Purpose, compile, verify_all};
 use shoal_planner::auto::{self, Shape};
 use shoal_planner::mixed::{MixedPlanned, plan, plan_singles};
+use shoal_planner::{GPU_PROCESS_BYTES, GPU_WORKSPACE_BYTES};
+
+/// Of a GPU, what its process takes for itself.
+const RESERVED_MEGABYTES: u64 = (GPU_PROCESS_BYTES + GPU_WORKSPACE_BYTES) / 1_000_000 + 1;
 
 /// What a mixture must be quicker by than every pure shape.
 const WORTH: f64 = 1.2;
@@ -87,13 +91,13 @@ fn mixtures_earn_their_place() {
 #[test]
 fn whatever_the_fleet_what_is_found_fits_and_is_a_step() {
     let (mut groups, mut singles) = (0, 0);
-    for seed in 0..40 {
+    for seed in 0..20 {
         let mut draw = Draw::new(seed);
         let chain = Chain::new(&presets::gpt2(100 + 300 * draw.below(4), 64, 2 + draw.below(5), 4, 16));
         let nodes = (0..1 + draw.below(4)).map(|number| {
             let devices = (0..1 + draw.below(3)).map(|_| {
-                let (kind, memory) = (draw.of(&["V100", "T4", "A10G"]), draw.of(&[2, 3, 4, 100]));
-                format!("{{ kind = \"{kind}\", memory = \"{} MB\" }}", 600 + memory)
+                let (kind, memory) = (draw.of(&["V100", "T4", "A10G"]), draw.of(&[2, 4, 8, 100]));
+                format!("{{ kind = \"{kind}\", memory = \"{} MB\" }}", RESERVED_MEGABYTES + memory)
             });
             let devices = devices.collect::<Vec<_>>().join(", ");
             node(&format!("n{number}"), &devices, "")
@@ -116,5 +120,5 @@ fn whatever_the_fleet_what_is_found_fits_and_is_a_step() {
             singles += 1;
         }
     }
-    assert!((10..40).contains(&groups) && (5..40).contains(&singles), "{groups} groups, {singles} in a row");
+    assert!((5..20).contains(&groups) && (5..20).contains(&singles), "{groups} groups, {singles} in a row");
 }

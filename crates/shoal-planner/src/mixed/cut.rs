@@ -165,91 +165,53 @@ impl<'a> Model<'a> {
 
     /// The best cut, if there is one whose state fits.
     pub fn cut(&self, wanted: &Wanted) -> Option<Cut> {
-        let Wanted { lineup, returns, piece, activations, .. } = *wanted;
-        let sums = self.sums.get(&piece)?;
-        let all = self.chain.layers.len();
-        let layers = if returns { all - 1 } else { all };
-        let stages = lineup.len();
-        if stages > layers || returns && (stages < 2 || !self.is_tied()) {
-            return None;
-        }
-        let groups: Vec<Group> = lineup.iter().map(|devices| self.group(devices, piece, sums)).collect();
-        let head = layers..all;
-        let samples = self.step.global_batch;
-        // The least a step takes from each group and layer on, and where that group's layers end.
-        let mut behind = vec![f64::INFINITY; layers + 1];
-        behind[layers] =
-            if returns { self.one_piece(&groups[0], sums, &head, Activations::Keep) } else { 0.0 };
-        // What one piece takes from there on and back.
-        let mut way = vec![0.0; layers + 1];
-        way[layers] = behind[layers];
+        let line = self.line(wanted)?;
+        let (layers, stages) = (line.layers, line.groups.len());
+        // By the layer that a group begins with: what a step takes from there on, and where the group's layers end.
+        let mut behind = vec![None; layers + 1];
+        behind[layers] = Some(line.last());
         let mut ends = vec![vec![0; layers + 1]; stages];
-        for (stage, group) in groups.iter().enumerate().rev() {
-            let mut here = vec![f64::INFINITY; layers + 1];
-            let mut way_here = vec![0.0; layers + 1];
+        for stage in (0..stages).rev() {
+            let mut here: Vec<Option<Behind>> = vec![None; layers + 1];
             let starts = if stage == 0 { 0..1 } else { stage..layers };
-            let next = match stage + 1 < stages {
-                true => Some(lineup[stage + 1][0]),
-                false => returns.then(|| lineup[0][0]),
-            };
-            let link = next.map(|next| self.fleet.link(group.first, next));
             for start in starts {
                 for end in start + 1..=layers - (stages - 1 - stage) {
-                    if behind[end] == f64::INFINITY {
-                        continue;
-                    }
-                    let run = start..end;
-                    let Some((parameters, under_way)) = self.fitting(wanted, stage, group, &run) else {
-                        break;
-                    };
-                    let backward = self.slowest(group, sums, |sums| sums.backward(&run, activations[stage]));
-                    let reduced = (self.reduction(group, parameters) - backward).max(0.0);
-                    let mut busy = self.busy(group, sums, &run, activations[stage]);
-                    let mut one = self.one_piece(group, sums, &run, activations[stage]);
-                    if stage == 0 && returns {
-                        busy += self.busy(group, sums, &head, Activations::Keep);
-                    }
-                    let mut network = 0.0;
-                    if let Some(link) = &link {
-                        let bytes = self.costs.output_bytes(end - 1);
-                        network = link.seconds(bytes * samples as u64);
-                        one += 2.0 * link.seconds(bytes * piece as u64);
-                    }
-                    // With few on the way at a time, a group waits for them to come back.
-                    let turns = group.rounds as f64 / under_way.min(group.rounds).max(1) as f64;
-                    busy = busy.max(turns * (one + way[end]));
-                    let mut seconds = (busy + reduced).max(one + behind[end]).max(one + network);
-                    if stage == 0 {
-                        seconds = seconds.max(one + behind[end] + reduced);
-                    }
-                    if seconds < here[start] {
-                        (here[start], ends[stage][start]) = (seconds, end);
-                        way_here[start] = one + way[end];
+                    let Some(after) = behind[end] else { continue };
+                    // More layers would not fit either.
+                    let Some(found) = line.stage(stage, &(start..end), after) else { break };
+                    if here[start].is_none_or(|best| found.seconds < best.seconds) {
+                        (here[start], ends[stage][start]) = (Some(found), end);
                     }
                 }
             }
-            (behind, way) = (here, way_here);
+            behind = here;
         }
-        if behind[0] == f64::INFINITY {
-            return None;
-        }
-        let mut cut = Cut { layers: Vec::new(), seconds: behind[0] };
+        let seconds = behind[0]?.seconds;
+        let mut cut = Cut { layers: Vec::new(), seconds };
         let mut start = 0;
         for ends in &ends {
             cut.layers.push(start..ends[start]);
             start = ends[start];
         }
-        // Updates wait for the norm of all gradients.
-        let ending = |(group, layers): (&Group, &Range<usize>)| {
-            let parameters = self.parameters[layers.end] - self.parameters[layers.start];
-            let own = parameters / group.members as u64;
-            self.costs.update(group.first, own) + self.renewal(group, parameters)
-        };
-        cut.seconds += groups.iter().zip(&cut.layers).map(ending).fold(0.0, f64::max);
-        if returns {
-            cut.layers.push(head);
+        cut.seconds += line.ending(&cut.layers);
+        if wanted.returns {
+            cut.layers.push(layers..self.chain.layers.len());
         }
         Some(cut)
+    }
+
+    /// A lineup, if it can have layers at all.
+    fn line<'b>(&'b self, wanted: &'b Wanted<'b>) -> Option<Line<'b>> {
+        let Wanted { lineup, returns, piece, .. } = *wanted;
+        let sums = self.sums.get(&piece)?;
+        let layers = self.chain.layers.len() - usize::from(returns);
+        if lineup.len() > layers || returns && (lineup.len() < 2 || !self.is_tied()) {
+            return None;
+        }
+        let groups = lineup.iter().map(|devices| self.group(devices, piece, sums)).collect();
+        let after = lineup.iter().skip(1).chain(lineup.first().filter(|_| returns));
+        let links = lineup.iter().zip(after).map(|(from, to)| self.fleet.link(from[0], to[0])).collect();
+        Some(Line { model: self, wanted, sums, groups, links, layers })
     }
 
     fn group(&self, devices: &[usize], piece: usize, sums: &[Sums]) -> Group {
@@ -281,58 +243,117 @@ impl<'a> Model<'a> {
             budgets: devices.iter().map(budget).collect(),
         }
     }
+}
 
-    fn slowest(&self, group: &Group, sums: &[Sums], seconds: impl Fn(&Sums) -> f64) -> f64 {
-        group.pieces.iter().map(|(kind, _)| seconds(&sums[*kind])).fold(0.0, f64::max)
+/// What a step takes from some layer on.
+#[derive(Clone, Copy, Debug)]
+struct Behind {
+    seconds: f64,
+    /// One piece, there and back.
+    way: f64,
+}
+
+/// A lineup at one size of pieces.
+struct Line<'a> {
+    model: &'a Model<'a>,
+    wanted: &'a Wanted<'a>,
+    /// By kind.
+    sums: &'a [Sums],
+    groups: Vec<Group>,
+    /// From each group to the next; from the last to the first if the last layer returns there.
+    links: Vec<Link>,
+    /// Those that are to be cut: all but one that returns.
+    layers: usize,
+}
+
+impl Line<'_> {
+    /// What comes behind the last group.
+    fn last(&self) -> Behind {
+        let seconds =
+            if self.wanted.returns { self.one_piece(0, &self.head(), Activations::Keep) } else { 0.0 };
+        Behind { seconds, way: seconds }
     }
 
-    /// Seconds that the group is busy with all samples.
-    fn busy(&self, group: &Group, sums: &[Sums], run: &Range<usize>, activations: Activations) -> f64 {
-        let member = |(kind, count): &(usize, usize)| *count as f64 * sums[*kind].both(run, activations);
+    fn head(&self) -> Range<usize> {
+        self.layers..self.model.chain.layers.len()
+    }
+
+    /// A group that has these layers, with what is behind it; none where they do not fit.
+    fn stage(&self, stage: usize, run: &Range<usize>, behind: Behind) -> Option<Behind> {
+        let (group, activations) = (&self.groups[stage], self.wanted.activations[stage]);
+        let (parameters, under_way) = self.fitting(stage, run)?;
+        let backward = self.slowest(group, |sums| sums.backward(run, activations));
+        let reduced = (group.around(ELEMENT_BYTES * parameters) - backward).max(0.0);
+        let mut busy = self.busy(group, run, activations);
+        if stage == 0 && self.wanted.returns {
+            busy += self.busy(group, &self.head(), Activations::Keep);
+        }
+        let (mut one, mut network) = (self.one_piece(stage, run, activations), 0.0);
+        if let Some(link) = self.links.get(stage) {
+            let bytes = self.model.costs.output_bytes(run.end - 1);
+            network = link.seconds(bytes * self.model.step.global_batch as u64);
+            one += 2.0 * link.seconds(bytes * self.wanted.piece as u64);
+        }
+        // With few on the way at a time, a group waits for them to come back.
+        let turns = group.rounds as f64 / under_way.min(group.rounds).max(1) as f64;
+        busy = busy.max(turns * (one + behind.way));
+        // Only the first group has nobody before it whose backwards hide what it adds up.
+        let path = one + behind.seconds + if stage == 0 { reduced } else { 0.0 };
+        let seconds = (busy + reduced).max(path).max(one + network);
+        Some(Behind { seconds, way: one + behind.way })
+    }
+
+    /// Updates wait for the norm of all gradients; then the first group renews its copies.
+    fn ending(&self, layers: &[Range<usize>]) -> f64 {
+        let parameters =
+            |run: &Range<usize>| self.model.parameters[run.end] - self.model.parameters[run.start];
+        let update = |(group, run): (&Group, &Range<usize>)| {
+            self.model.costs.update(group.first, parameters(run) / group.members as u64)
+        };
+        let renewed = self.model.step.precision.bytes() as u64 * layers.first().map_or(0, parameters);
+        self.groups.iter().zip(layers).map(update).fold(0.0, f64::max) + self.groups[0].around(renewed)
+    }
+
+    fn slowest(&self, group: &Group, seconds: impl Fn(&Sums) -> f64) -> f64 {
+        group.pieces.iter().map(|(kind, _)| seconds(&self.sums[*kind])).fold(0.0, f64::max)
+    }
+
+    /// Seconds that a group is busy with all samples.
+    fn busy(&self, group: &Group, run: &Range<usize>, activations: Activations) -> f64 {
+        let member = |(kind, count): &(usize, usize)| *count as f64 * self.sums[*kind].both(run, activations);
         group.pieces.iter().map(member).fold(0.0, f64::max)
     }
 
-    fn one_piece(&self, group: &Group, sums: &[Sums], run: &Range<usize>, activations: Activations) -> f64 {
-        self.slowest(group, sums, |sums| sums.both(run, activations))
+    fn one_piece(&self, stage: usize, run: &Range<usize>, activations: Activations) -> f64 {
+        self.slowest(&self.groups[stage], |sums| sums.both(run, activations))
     }
 
     /// Trained numbers of a group's layers, if their state fits, and the pieces that a member has room for beside it.
-    fn fitting(
-        &self,
-        wanted: &Wanted,
-        stage: usize,
-        group: &Group,
-        run: &Range<usize>,
-    ) -> Option<(u64, usize)> {
-        let mut parameters = self.parameters[run.end] - self.parameters[run.start];
-        if run.end == self.chain.layers.len() && run.start > 0 {
-            parameters += self.tied;
+    fn fitting(&self, stage: usize, run: &Range<usize>) -> Option<(u64, usize)> {
+        let Line { model, wanted, .. } = *self;
+        let group = &self.groups[stage];
+        let mut parameters = model.parameters[run.end] - model.parameters[run.start];
+        if run.end == model.chain.layers.len() && run.start > 0 {
+            parameters += model.tied;
         }
-        let states = ELEMENT_BYTES * (2 + self.step.optimizer_states as u64) * parameters;
-        let copy = self.step.precision.bytes() as u64 * parameters;
+        let states = ELEMENT_BYTES * (2 + model.step.optimizer_states as u64) * parameters;
+        let copy = model.step.precision.bytes() as u64 * parameters;
         // Who has not all of the state adds up gradients that others hold.
         let own = if group.members > 1 { copy + ELEMENT_BYTES * parameters } else { 0 };
         let own = own + wanted.reserves[stage];
-        let rooms = group.budgets.iter().map(|budget| budget.checked_sub(own));
-        let room: u64 = rooms.sum::<Option<u64>>()?;
-        let kept = if wanted.activations[stage] == Activations::Keep { &self.saved } else { &self.inputs };
+        let room: u64 = group.budgets.iter().map(|budget| budget.checked_sub(own)).sum::<Option<u64>>()?;
+        let kept = if wanted.activations[stage] == Activations::Keep { &model.saved } else { &model.inputs };
         let piece = (kept[run.end] - kept[run.start]) * wanted.piece as u64;
         let left = room.checked_sub(states)? / group.members as u64;
         Some((parameters, (left / piece.max(1)) as usize)).filter(|(_, pieces)| *pieces > 0)
     }
+}
 
-    /// Seconds in which bytes of all of a group's parameters pass around it.
-    fn around(&self, group: &Group, bytes: u64) -> f64 {
-        let passed = bytes * (group.members as u64 - 1) / group.members as u64;
-        group.link.as_ref().map_or(0.0, |link| link.seconds(passed))
-    }
-
-    fn reduction(&self, group: &Group, parameters: u64) -> f64 {
-        self.around(group, ELEMENT_BYTES * parameters)
-    }
-
-    fn renewal(&self, group: &Group, parameters: u64) -> f64 {
-        self.around(group, self.step.precision.bytes() as u64 * parameters)
+impl Group {
+    /// Seconds in which so many bytes, in slices at all members, come to each of them.
+    fn around(&self, bytes: u64) -> f64 {
+        let passed = bytes * (self.members as u64 - 1) / self.members as u64;
+        self.link.as_ref().map_or(0.0, |link| link.seconds(passed))
     }
 }
 
@@ -367,5 +388,66 @@ fn sums(chain: &Chain, costs: &Costs, device: usize, piece: usize) -> Sums {
         forward: sum(&|layer| costs.forward(layer, device, piece)),
         backward: sum(&|layer| costs.backward(layer, device, piece)),
         remade: sum(&remade),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shoal_model::{Precision, presets};
+    use shoal_plan::draw::Draw;
+
+    use super::*;
+    use crate::device_rows;
+
+    #[test]
+    fn no_cut_between_two_groups_is_better_than_the_one_found() {
+        let (mut with, mut without) = (0, 0);
+        for seed in 0..200 {
+            let mut draw = Draw::new(seed);
+            let chain = Chain::new(&presets::gpt2(100 + 300 * draw.below(4), 64, 2 + draw.below(6), 4, 16));
+            let nodes = ["a", "b"].map(|name| {
+                let (kind, count) = (draw.of(&["V100", "T4", "A10G"]), 1 + draw.below(3));
+                let megabytes = 655 + draw.of(&[1, 2, 4, 100]);
+                format!(
+                    "[[node]]\nname = \"{name}\"\nhost_memory = \"1 GiB\"\nnetwork = \"1 Gbit/s\"\n\
+                     devices = [{{ kind = \"{kind}\", count = {count}, memory = \"{megabytes} MB\" }}]\n"
+                )
+            });
+            let fleet = Fleet::parse(&nodes.concat(), "fleet").unwrap();
+            let step = StepShape {
+                global_batch: 1 + draw.below(9),
+                sequence: 16,
+                precision: Precision::Fp16,
+                optimizer_states: 2,
+            };
+            let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
+            let (devices, piece) = (device_rows(&fleet), 1 + draw.below(2));
+            let model = Model::new(&chain, step, &fleet, &costs, &devices, &[piece]);
+            let lineup: Lineup = fleet.nodes.iter().map(|node| node.devices.clone().collect()).collect();
+            let activations = [draw.of(&[Activations::Keep, Activations::Recompute]), Activations::Keep];
+            let returns = draw.below(2) == 1;
+            let wanted =
+                Wanted { lineup: &lineup, returns, piece, activations: &activations, reserves: &[0, 0] };
+            let line = model.line(&wanted).unwrap();
+            let at = |middle: usize| {
+                let second = line.stage(1, &(middle..line.layers), line.last())?;
+                let first = line.stage(0, &(0..middle), second)?;
+                Some(first.seconds)
+            };
+            let least = (1..line.layers).filter_map(at).fold(f64::INFINITY, f64::min);
+            match model.cut(&wanted) {
+                Some(cut) => {
+                    assert_eq!(cut.layers.last().map(|last| last.end), Some(chain.layers.len()));
+                    let groups = &cut.layers[..2];
+                    assert_eq!(cut.seconds, least + line.ending(groups), "seed {seed}");
+                    with += 1;
+                }
+                None => {
+                    assert_eq!(least, f64::INFINITY, "seed {seed}");
+                    without += 1;
+                }
+            }
+        }
+        assert!(with > 50 && without > 20, "{with} cut, {without} fit nowhere");
     }
 }

@@ -16,12 +16,13 @@ use crate::device_rows;
 
 /// Instructions that may be compiled to try out what the model likes best, and to improve the best of that.
 const TRIED_INSTRUCTIONS: usize = 200_000;
-const POLISHED_INSTRUCTIONS: usize = 250_000;
+const POLISHED_INSTRUCTIONS: usize = 300_000;
 /// At least so many are tried, and at most.
 const TRIED_LEAST: usize = 3;
 const TRIED_MOST: usize = 60;
-/// How many of those are improved, at most.
+/// How many of those are improved, at most: fewer where every device is a stage, since those have more neighbours.
 const POLISHED_MOST: usize = 5;
+const POLISHED_SINGLES_MOST: usize = 3;
 /// How much longer than the best a pipeline may take by the model to be tried at all.
 const PROMISING: f64 = 1.4;
 /// How often a pipeline is changed because its forecast was too high.
@@ -74,10 +75,11 @@ fn search(
     let search = Search { model: &model, devices: &devices, singles };
     let mut tried = search.try_best(search.candidates(&pieces))?;
     // The best of different lineups.
+    let most = if singles { POLISHED_SINGLES_MOST } else { POLISHED_MOST };
     let mut chosen: Vec<Lineup> = Vec::new();
     tried.retain(|planned| {
         let lineup = planned.mixed.stages.iter().map(|stage| stage.devices.clone()).collect();
-        let is_new = chosen.len() < POLISHED_MOST && !chosen.contains(&lineup);
+        let is_new = chosen.len() < most && !chosen.contains(&lineup);
         if is_new {
             chosen.push(lineup);
         }
@@ -187,7 +189,7 @@ impl Search<'_> {
     fn fitted(&self, candidate: Candidate) -> Result<Option<MixedPlanned>, PlayError> {
         let Candidate { lineup, returns, piece, mut ways, mut cut } = candidate;
         let ample: Vec<usize> =
-            (0..lineup.len()).map(|group| self.ample(&lineup[group..], returns, piece)).collect();
+            (0..lineup.len()).map(|group| self.ample(&lineup, group, returns, piece)).collect();
         let mut stashes = ample.clone();
         let mut reserves = vec![0; lineup.len()];
         for _ in 0..CORRECTIONS {
@@ -229,11 +231,14 @@ impl Search<'_> {
         Ok(None)
     }
 
-    /// Pieces that each member of the first of some groups must have between forward and backward so that none behind
-    /// it waits; where the last layer returns to the lineup's first group, that counts twice.
-    fn ample(&self, groups: &[Vec<usize>], returns: bool, piece: usize) -> usize {
-        let own = groups.first().map_or(1, Vec::len);
-        let devices = groups.iter().map(Vec::len).sum::<usize>() + if returns { own } else { 0 };
+    /// Pieces that each member of a group must have between forward and backward so that none behind it waits; where the last layer returns to the lineup's first group, that counts twice.
+    fn ample(&self, lineup: &Lineup, group: usize, returns: bool, piece: usize) -> usize {
+        if self.singles {
+            // As many as in the whole line: those nearer the loss may work ahead too.
+            return UNDER_WAY * lineup.len();
+        }
+        let own = lineup[group].len();
+        let devices = lineup[group..].iter().map(Vec::len).sum::<usize>() + if returns { own } else { 0 };
         let all = self.model.step.global_batch.div_ceil(piece).div_ceil(own);
         (UNDER_WAY * devices).div_ceil(own).min(all * if returns { 2 } else { 1 })
     }
@@ -338,13 +343,16 @@ impl Search<'_> {
                     Activations::Recompute | Activations::Offload => Activations::Keep,
                 };
             });
-            with(&|mixed| {
-                let copies = &mut mixed.stages[place].copies;
-                *copies = match copies {
-                    Residence::Resident => Residence::Fetched,
-                    Residence::Fetched => Residence::Resident,
-                };
-            });
+            // One device has all that it computes with, wherever others fetch.
+            if mixed.stages[place].devices.len() > 1 {
+                with(&|mixed| {
+                    let copies = &mut mixed.stages[place].copies;
+                    *copies = match copies {
+                        Residence::Resident => Residence::Fetched,
+                        Residence::Fetched => Residence::Resident,
+                    };
+                });
+            }
             for piece in [mixed.stages[place].piece * 2, mixed.stages[place].piece / 2] {
                 if (1..=self.model.step.global_batch).contains(&piece) {
                     with(&|mixed| mixed.stages[place].piece = piece);
@@ -353,7 +361,7 @@ impl Search<'_> {
         }
         for (place, stage) in mixed.stages.iter().enumerate() {
             let Some(stash) = stage.stash else { continue };
-            for other in [2 * stash, stash + 1, stash - 1, stash / 2].into_iter().filter(|other| *other > 0) {
+            for other in [2 * stash, stash + 1, stash - 1].into_iter().filter(|other| *other > 0) {
                 with(&|mixed| mixed.stages[place].stash = Some(other));
             }
         }
