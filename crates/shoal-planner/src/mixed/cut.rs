@@ -175,8 +175,8 @@ impl<'a> Model<'a> {
             let mut here: Vec<Option<Behind>> = vec![None; layers + 1];
             let starts = if stage == 0 { 0..1 } else { stage..layers };
             for start in starts {
-                for end in start + 1..=layers - (stages - 1 - stage) {
-                    let Some(after) = behind[end] else { continue };
+                let ahead = behind.iter().enumerate().skip(start + 1);
+                for (end, after) in ahead.filter_map(|(end, after)| Some((end, (*after)?))) {
                     // More layers would not fit either.
                     let Some(found) = line.stage(stage, &(start..end), after) else { break };
                     if here[start].is_none_or(|best| found.seconds < best.seconds) {

@@ -214,7 +214,9 @@ impl Search<'_> {
                 let lacks = devices.iter().map(|device| short[*device]).max().unwrap_or(0);
                 let stash = &mut stashes[group];
                 if lacks == 0 {
-                } else if 2 * *stash > ample[group] && *stash > 1 {
+                    continue;
+                }
+                if 2 * *stash > ample[group] && *stash > 1 {
                     *stash = (*stash * 3 / 4).min(*stash - 1);
                 } else if ways[group] == Activations::Keep {
                     (ways[group], *stash) = (Activations::Recompute, ample[group]);
@@ -231,12 +233,9 @@ impl Search<'_> {
         Ok(None)
     }
 
-    /// Pieces that each member of a group must have between forward and backward so that none behind it waits; where the last layer returns to the lineup's first group, that counts twice.
+    /// Pieces that each member of a group must have between forward and backward so that none behind it waits; where
+    /// the last layer returns to the lineup's first group, that counts twice.
     fn ample(&self, lineup: &Lineup, group: usize, returns: bool, piece: usize) -> usize {
-        if self.singles {
-            // As many as in the whole line: those nearer the loss may work ahead too.
-            return UNDER_WAY * lineup.len();
-        }
         let own = lineup[group].len();
         let devices = lineup[group..].iter().map(Vec::len).sum::<usize>() + if returns { own } else { 0 };
         let all = self.model.step.global_batch.div_ceil(piece).div_ceil(own);
