@@ -104,8 +104,8 @@ pub fn plan(
     let mut best: Option<Candidate> = None;
     let mut tried = Vec::new();
     for shape in shapes.iter().copied() {
-        let found =
-            propose(shape, chain, step, fleet, costs).and_then(|plan| play(shape, plan, chain, fleet, costs));
+        let found = propose(shape, chain, step, fleet, costs)
+            .and_then(|plans| quickest(plans.into_iter().map(|plan| play(shape, plan, chain, fleet, costs))));
         let seconds = found.as_ref().ok().map(|candidate| candidate.simulated.seconds);
         match found {
             Ok(candidate) => {
@@ -127,20 +127,40 @@ pub fn plan(
     }
 }
 
-/// A shape's own best table, or why it has none.
+/// The fastest of some candidates; why the first has none if all are refused.
+fn quickest(candidates: impl Iterator<Item = Result<Candidate, String>>) -> Result<Candidate, String> {
+    let seconds = |candidate: &Candidate| candidate.simulated.seconds;
+    let best = candidates.reduce(|best, other| match (best, other) {
+        (Ok(best), Ok(other)) if seconds(&other) < seconds(&best) => Ok(other),
+        (Err(_), Ok(other)) => Ok(other),
+        (best, _) => best,
+    });
+    best.unwrap_or_else(|| Err("nothing was proposed".into()))
+}
+
+/// A shape's own best tables, or why it has none.
 fn propose(
     shape: Shape,
     chain: &Chain,
     step: StepShape,
     fleet: &Fleet,
     costs: &Costs,
-) -> Result<Plan, String> {
+) -> Result<Vec<Plan>, String> {
     match shape {
-        Shape::Pipeline => pipeline::plan(chain, step, fleet, costs, &PipelineWanted::default())
-            .map(|planned| planned.plan)
-            .map_err(|error| error.to_string()),
+        Shape::Pipeline => {
+            let searched = pipeline::plan(chain, step, fleet, costs, &PipelineWanted::default())
+                .map(|planned| planned.plan)
+                .map_err(|error| error.to_string());
+            // One replica in orders and with stashes that the search for replicas does not look at.
+            let singles =
+                mixed::plan_singles(chain, step, fleet, costs).map_err(|error| error.to_string())?;
+            match (searched, singles) {
+                (searched, Some(singles)) => Ok(searched.into_iter().chain([singles.plan]).collect()),
+                (searched, None) => searched.map(|plan| vec![plan]),
+            }
+        }
         Shape::Sharded => sharded::plan(&sharded::Request::new(chain, step, fleet, costs))
-            .map(|planned| planned.plan)
+            .map(|planned| vec![planned.plan])
             .map_err(|error| error.to_string()),
         Shape::Burst => {
             let problem = burst::Problem::new(chain, step, fleet, costs);
@@ -148,16 +168,17 @@ fn propose(
                 burst::Planner::new(&problem).and_then(|planner| planner.plan(burst::Goal::Fastest));
             planned
                 .and_then(|planned| burst::table(chain, step, fleet, &planned.decision))
+                .map(|plan| vec![plan])
                 .map_err(|error| error.to_string())
         }
         Shape::Mixed => match mixed::plan(chain, step, fleet, costs) {
-            Ok(Some(planned)) => Ok(planned.plan),
-            Ok(None) => Err("no cut over the nodes fits their devices".into()),
+            Ok(Some(planned)) => Ok(vec![planned.plan]),
+            Ok(None) => Err("no pipeline of groups fits the nodes' devices".into()),
             Err(error) => Err(error.to_string()),
         },
         Shape::Spilled => match fleet.devices.len() {
             1 => spilled::plan(chain, step, fleet, costs, 0)
-                .map(|planned| planned.plan)
+                .map(|planned| vec![planned.plan])
                 .map_err(|error| error.to_string()),
             count => Err(format!("it is for one device, the fleet has {count}")),
         },
