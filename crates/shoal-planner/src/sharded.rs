@@ -129,6 +129,11 @@ pub enum ShardedError {
         budget_bytes >> 20
     )]
     TooTight { place: String, over_bytes: u64, budget_bytes: u64 },
+    #[error(
+        "{device}: an even part of {samples} samples lacks {} MiB there or in its host's memory, whatever becomes of activations",
+        short_bytes.div_ceil(1 << 20)
+    )]
+    TooManySamples { device: String, samples: usize, short_bytes: u64 },
     #[error("the global batch has no samples")]
     EmptyBatch,
     #[error(transparent)]
@@ -142,6 +147,9 @@ impl ShardedError {
             ShardedError::NoRoom { .. } | ShardedError::TooTight { .. } => Some(
                 "add devices or hosts with more memory, raise their budgets, or shorten data.sequence".into(),
             ),
+            ShardedError::TooManySamples { .. } => {
+                Some("lower train.global_batch, add devices or host memory, or shorten data.sequence".into())
+            }
             ShardedError::EmptyBatch => Some("set train.global_batch to at least 1".into()),
             ShardedError::Compile(_) => None,
         }

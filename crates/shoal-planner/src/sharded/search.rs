@@ -139,10 +139,10 @@ impl<'a> Search<'a> {
         let over = |device: usize| (-all.most_room(device, samples(device))).max(0.0) as u64;
         let fullest = (0..count).max_by_key(|device| over(*device)).filter(|device| over(*device) > 0);
         match fullest.filter(|_| needed_bytes <= room_bytes) {
-            Some(device) => ShardedError::TooTight {
-                place: self.request.devices[device].name.clone(),
-                over_bytes: over(device),
-                budget_bytes: self.request.devices[device].budget_bytes,
+            Some(device) => ShardedError::TooManySamples {
+                device: self.request.devices[device].name.clone(),
+                samples: samples(device),
+                short_bytes: over(device),
             },
             None => ShardedError::NoRoom {
                 samples: batch,

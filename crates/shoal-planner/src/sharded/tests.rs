@@ -87,7 +87,11 @@ proptest! {
                 prop_assert!((kept - 1.0).abs() < 1e-9);
                 prop_assert!(decision.seconds > 0.0);
             }
-            Err(ShardedError::NoRoom { .. } | ShardedError::TooTight { .. }) => {}
+            Err(
+                ShardedError::NoRoom { .. }
+                | ShardedError::TooTight { .. }
+                | ShardedError::TooManySamples { .. },
+            ) => {}
             Err(other) => prop_assert!(false, "{other}"),
         }
     }
@@ -189,7 +193,7 @@ fn what_does_not_fit_is_refused_with_what_is_short() {
     let error = plan(&Request::new(&chain, many, &fleet, &costs)).expect_err("they do not fit");
     let short = match &error {
         ShardedError::NoRoom { short_bytes, samples: 100_000, .. } => *short_bytes,
-        ShardedError::TooTight { over_bytes, .. } => *over_bytes,
+        ShardedError::TooManySamples { short_bytes, samples: 100_000, .. } => *short_bytes,
         other => panic!("{other}"),
     };
     assert!(short > 1 << 30, "{error}");

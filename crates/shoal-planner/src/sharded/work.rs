@@ -325,11 +325,12 @@ impl<'a> DeviceWork<'a> {
         seconds
     }
 
-    /// What is left of its memory, less what its host lacks for what is sent there.
+    /// What is left of its memory; below zero by what it lacks, or its host for what is sent there.
     pub fn room_or_lack(&self, way: Way, samples: usize) -> f64 {
         let way = Way { micro_batch: way.micro_batch.min(samples), ..way };
-        let host_lacks = (self.bytes.host(way, samples) as f64 - self.host_budget).max(0.0);
-        self.budget - self.bytes.device(way, samples) as f64 - self.correction - host_lacks
+        let host = self.host_budget - self.bytes.host(way, samples) as f64;
+        let here = self.budget - self.bytes.device(way, samples) as f64 - self.correction;
+        if host < 0.0 { here.min(host) } else { here }
     }
 }
 
