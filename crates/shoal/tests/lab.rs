@@ -18,7 +18,7 @@ fn fleet(devices: usize) -> String {
 
 fn folder(devices: usize) -> Folder {
     let folder = Folder::with_job(&JOB.replace("global_batch = 4", "global_batch = 8"));
-    folder.write("fleet.toml", &fleet(devices));
+    folder.write("fleet.toml", fleet(devices));
     folder
 }
 
