@@ -218,7 +218,7 @@ impl Outgoing<'_> {
     }
 
     /// As many of the next bytes as can be handed on without waiting for the receiver to read; how many. Zero says
-    /// nothing about what `write` could do.
+    /// nothing about what `write` could do. Some may be held back: the message ends with `flush` or `write`.
     pub fn write_some(&mut self, bytes: &[u8]) -> Result<usize> {
         if !self.message.take(bytes.len())? {
             return Ok(0);
@@ -227,6 +227,16 @@ impl Outgoing<'_> {
         let count = *result.as_ref().unwrap_or(&0);
         self.message.note(count, result.map(drop))?;
         Ok(count)
+    }
+
+    /// Whether something that `write_some` took has not been handed on yet.
+    pub fn holds_back(&self) -> bool {
+        self.end.holds_back()
+    }
+
+    /// Hands on what is held back, waiting as long as it takes.
+    pub fn flush(&mut self) -> Result<()> {
+        self.end.flush()
     }
 }
 

@@ -25,6 +25,10 @@ pub trait OutgoingEnd: Send {
     /// Writes what can be written without waiting for the receiver to read; how much that was. It may wait for the receiver
     /// to want the message at all.
     fn write_some(&mut self, bytes: &[u8]) -> Result<usize>;
+    /// Whether something that `write_some` took has not left yet.
+    fn holds_back(&self) -> bool;
+    /// Waits until what was held back has left.
+    fn flush(&mut self) -> Result<()>;
 }
 
 /// The receiving end of one message. The fabric has checked that reads do not pass its length.

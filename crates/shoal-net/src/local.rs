@@ -254,6 +254,14 @@ impl OutgoingEnd for LocalOutgoing<'_> {
     fn write_some(&mut self, _: &[u8]) -> Result<usize> {
         Ok(0)
     }
+
+    fn holds_back(&self) -> bool {
+        false
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        Ok(())
+    }
 }
 
 impl LocalOutgoing<'_> {

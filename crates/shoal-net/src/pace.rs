@@ -11,12 +11,15 @@ use crate::settings::Shape;
 /// Bytes that take a shaped link at once: what others wait behind, and how finely a message is cut. So much as takes
 /// about this long, within bounds.
 const QUANTUM_SECONDS: f64 = 0.25e-3;
-const QUANTUM_BYTES_MIN: f64 = (16 << 10) as f64;
+const QUANTUM_BYTES_MIN: f64 = 2048.0;
 const QUANTUM_BYTES_MAX: f64 = (256 << 10) as f64;
 
 /// A sender that comes back with more of a message this late after its last quantum was waiting for something else, not
 /// merely woken late.
 const WAKE_UP_LATE_MAX: Duration = Duration::from_millis(5);
+
+/// The slowest link there can be.
+pub const BYTES_PER_S_MIN: f64 = 1000.0;
 
 #[derive(Debug)]
 struct Clock {
@@ -26,7 +29,8 @@ struct Clock {
 
 impl Clock {
     fn new(bytes_per_s: f64) -> Clock {
-        Clock { bytes_per_s, taken_until: Mutex::new(None) }
+        // A rate of nothing, or no number, would be a wait without end.
+        Clock { bytes_per_s: bytes_per_s.max(BYTES_PER_S_MIN), taken_until: Mutex::new(None) }
     }
 
     /// Takes the clock for so many bytes, from `ready` at the earliest; the moment they are through.

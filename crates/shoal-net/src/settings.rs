@@ -30,7 +30,7 @@ impl Default for Settings {
     }
 }
 
-/// What one worker's sending is held to. Only payload counts.
+/// What one worker's sending is held to. Only payload counts, and no link is slower than a kilobyte a second.
 #[derive(Clone, Debug, Default)]
 pub struct Shape {
     /// Bytes a second of everything this worker sends, shared by all its peers.

@@ -26,7 +26,7 @@ use crate::fabric::{Fabric, Leave};
 use crate::fate::Fate;
 use crate::identity::Identity;
 use crate::link::Link;
-use crate::pace::{Egress, Pacer};
+use crate::pace::{BYTES_PER_S_MIN, Egress, Pacer};
 use crate::settings::Settings;
 use message::TcpLink;
 use peer::Peer;
@@ -95,6 +95,13 @@ fn check(endpoint: &Endpoint, settings: &Settings) -> Result<()> {
             settings.deadline,
             peer::DEADLINE_MIN
         ));
+    }
+    if let Some(shape) = &settings.shape {
+        let links = shape.links.values().chain([&shape.other_links]).filter_map(|link| link.bytes_per_s);
+        let too_slow = |rate: &f64| rate.is_nan() || *rate < BYTES_PER_S_MIN;
+        if let Some(rate) = links.chain(shape.egress_bytes_per_s).find(too_slow) {
+            return wrong(format!("a link of {rate} bytes/s; the slowest has {BYTES_PER_S_MIN}"));
+        }
     }
     match &endpoint.security {
         Security::Tls { names, .. } if names.len() != size => {

@@ -136,7 +136,7 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
             if let Some(bytes) = bytes {
                 self.from += outgoing.write_some(&bytes[self.from..])?;
             }
-            if bytes.is_none_or(|bytes| self.from < bytes.len()) {
+            if bytes.is_none_or(|bytes| self.from < bytes.len()) || outgoing.holds_back() {
                 self.queue.push_front(chunk);
                 self.part_ways(scope);
                 return Ok(());
@@ -157,6 +157,7 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
         let (form, mut from) = (self.form, std::mem::take(&mut self.from));
         let thread = scope.spawn(move || {
             for chunk in chunks {
+                outgoing.flush()?;
                 match form.view(chunk) {
                     Some(bytes) => outgoing.write(&bytes[from..])?,
                     None => form.write(&mut outgoing, chunk)?,

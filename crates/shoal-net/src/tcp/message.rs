@@ -122,6 +122,14 @@ impl OutgoingEnd for TcpOutgoing<'_> {
         }
         Ok(written)
     }
+
+    fn holds_back(&self) -> bool {
+        self.open.is_some()
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.finish_frame(&[]).map(drop)
+    }
 }
 
 impl TcpOutgoing<'_> {

@@ -1,5 +1,5 @@
-//! One peer's life. Two threads serve it: one reads control frames and judges its silence, the other
-//! sends heartbeats, and at the end goodbye or the reason. Everything else is done by the threads that send and receive.
+//! One peer's life. Two threads serve it: one reads control frames and judges its silence, the other sends heartbeats,
+//! and at the end goodbye or the reason. Everything else is done by the threads that send and receive.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -246,11 +246,14 @@ impl Peer {
                 Ok(Heard::Changed) => self.changed.notify_all(),
                 Ok(Heard::Abort { culprit, by, reason }) => return self.hear_abort(culprit, by, reason),
                 Err(Trouble::Stopped) if self.fate.failed() || self.closing.load(Ordering::SeqCst) => return,
+                // Who has said goodbye owes nothing more.
+                Err(Trouble::Stopped | Trouble::Closed(_)) if self.desk().left => {
+                    return self.changed.notify_all();
+                }
                 Err(Trouble::Stopped) => {
                     let silence = heard.elapsed().as_secs_f64();
                     return drop(self.lost(format!("nothing was heard of it for {silence:.1} s")));
                 }
-                Err(Trouble::Closed(_)) if self.desk().left => return self.changed.notify_all(),
                 Err(Trouble::Closed(why)) => return drop(self.lost(why)),
                 Err(Trouble::Violation(violation)) => return drop(self.broke_rules(violation)),
             }
