@@ -33,8 +33,12 @@ const UNDER_WAY: usize = 2;
 const ROUNDING_BYTES: f64 = 1024.0;
 /// Sizes of pieces that are looked at.
 const PIECES: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
-/// Of larger steps only the largest pieces are looked at.
-const LARGE_INSTRUCTIONS: usize = 60_000;
+/// Steps that are larger with pieces of one sample are looked at with a few sizes of pieces, and tried and improved with
+/// a part of that effort; with no pieces at all that would make them larger still.
+const LARGE_INSTRUCTIONS: usize = 10_000;
+const LARGE_SIZES: usize = 3;
+const LARGE_PART: usize = 3;
+const LARGEST_INSTRUCTIONS: usize = 25_000;
 
 /// The best pipeline of groups that fits; none where no such pipeline does.
 pub fn plan(
@@ -86,7 +90,7 @@ fn search(
         is_new
     });
     let mut best: Option<MixedPlanned> = None;
-    let share = POLISHED_INSTRUCTIONS / tried.len().max(1);
+    let share = search.effort(POLISHED_INSTRUCTIONS) / tried.len().max(1);
     for planned in tried {
         let polished = search.polish(planned, share)?;
         if best.as_ref().is_none_or(|best| polished.simulated.seconds < best.simulated.seconds) {
@@ -99,9 +103,16 @@ fn search(
 /// Sizes of pieces worth a look.
 fn sizes(chain: &Chain, global_batch: usize) -> Vec<usize> {
     let all: Vec<usize> = PIECES.into_iter().filter(|piece| *piece <= global_batch).collect();
-    let small = |piece: &usize| instructions(chain, global_batch, *piece) <= LARGE_INSTRUCTIONS;
-    let few: Vec<usize> = all.iter().copied().filter(small).collect();
+    let small = |piece: &usize| instructions(chain, global_batch, *piece) <= LARGEST_INSTRUCTIONS;
+    let mut few: Vec<usize> = all.iter().copied().filter(small).collect();
+    if is_large(chain, global_batch) {
+        few.truncate(LARGE_SIZES);
+    }
     if few.is_empty() { all.last().copied().into_iter().collect() } else { few }
+}
+
+fn is_large(chain: &Chain, global_batch: usize) -> bool {
+    instructions(chain, global_batch, 1) > LARGE_INSTRUCTIONS
 }
 
 /// About how many instructions a step has.
@@ -135,6 +146,12 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
+    /// What may be spent of so many instructions.
+    fn effort(&self, instructions: usize) -> usize {
+        let large = is_large(self.model.chain, self.model.step.global_batch);
+        if large { instructions / LARGE_PART } else { instructions }
+    }
+
     /// All that are in question, the best by the model first.
     fn candidates(&self, pieces: &[usize]) -> Vec<Candidate> {
         let mut found = Vec::new();
@@ -171,7 +188,7 @@ impl Search<'_> {
         for candidate in candidates {
             let enough = !tried.is_empty()
                 && (candidate.cut.seconds > PROMISING * least
-                    || count >= TRIED_LEAST && spent > TRIED_INSTRUCTIONS
+                    || count >= TRIED_LEAST && spent > self.effort(TRIED_INSTRUCTIONS)
                     || count >= TRIED_MOST);
             if enough {
                 break;
