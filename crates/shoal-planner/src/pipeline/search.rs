@@ -523,7 +523,7 @@ impl<'a> Search<'a> {
             sized.know_links(&self.classes);
         }
         let order = self.wanted.order.unwrap_or(Order::OneForwardOneBackward);
-        let (short, place) = shortage(&self.judge(size, order, state, replicas), &places);
+        let (short, place) = shortage(&self.judge(size, order, state, bucket(replicas)), &places);
         let device = &self.bench.devices[row[place]];
         PipelineError::TooSmall {
             devices,
