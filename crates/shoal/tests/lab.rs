@@ -2,6 +2,9 @@
 
 mod common;
 
+use std::process::Command;
+use std::time::{Duration, Instant};
+
 use serde_json::Value;
 
 use common::{Folder, JOB, Outcome, column, metrics};
@@ -87,6 +90,54 @@ fn a_run_goes_on_from_one_fleet_to_another() {
     for (loss, alone) in losses(&folder, "moved").iter().zip(&losses(&folder, "alone")) {
         assert!((loss / alone - 1.0).abs() < 1e-5, "{loss}, alone {alone}");
     }
+}
+
+/// The processes that another started.
+fn children(of: u32) -> Vec<u32> {
+    let path = format!("/proc/{of}/task/{of}/children");
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.split_whitespace().map(|id| id.parse().unwrap()).collect()
+}
+
+fn signal(name: &str, process: u32) {
+    let status = Command::new("kill").args([name, &process.to_string()]).status().unwrap();
+    assert!(status.success());
+}
+
+/// Does something to a worker in the middle of its work: the lab ends in time, and names who was lost.
+fn loses_a_worker(how: &str, names: &[&str]) {
+    let folder = folder(3);
+    folder
+        .shoal(&["plan", "job.toml", "--fleet", "fleet.toml", "--shape", "mixed", "--table", "t.json"])
+        .succeeds();
+    let command =
+        ["lab", "fleet.toml", "job.toml", "--table", "t.json", "--deadline", "1", "--stretch", "50"];
+    let mut lab = folder.start(&[&command[..], &["--set", "train.steps=100000"]].concat());
+    lab.wait_until("some steps", || {
+        let lines = std::fs::read_to_string(folder.join("run").join("metrics.jsonl"));
+        lines.is_ok_and(|lines| lines.lines().count() > 3)
+    });
+    let workers = children(lab.id());
+    assert_eq!(workers.len(), 3);
+    let began = Instant::now();
+    signal(how, workers[1]);
+    let told = lab.wait();
+    // The deadline, what is granted beyond it, and a busy machine.
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    told.fails(names, "");
+    for worker in workers {
+        assert!(!std::path::Path::new(&format!("/proc/{worker}")).exists(), "worker {worker} is left behind");
+    }
+}
+
+#[test]
+fn a_worker_that_is_killed_is_named_and_nobody_hangs() {
+    loses_a_worker("-KILL", &["n1:0"]);
+}
+
+#[test]
+fn a_worker_that_freezes_is_named_and_nobody_hangs() {
+    loses_a_worker("-STOP", &["worker 1", "is lost"]);
 }
 
 #[test]

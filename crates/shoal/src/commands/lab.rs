@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use serde_json::json;
 use shoal_engine::{RunEvent, Traced};
@@ -79,6 +80,8 @@ struct SearchOptions {
 
 /// Steps at the beginning that are not measured: memory is touched for the first time, connections grow.
 const WARM_UP_STEPS: u64 = 2;
+/// How long workers may take to end beyond the deadline after which they know that one is lost.
+const GRACE: Duration = Duration::from_secs(3);
 /// Played instructions should last about so long: shorter ones would drown in what sleeping and waking take.
 const PLAYED_SECONDS: f64 = 5e-3;
 
@@ -115,8 +118,10 @@ pub fn run(options: Options) -> Result {
     let (mut steps, mut loss, mut seconds, mut end) = (resumed.unwrap_or(0), None, Vec::new(), None);
     let mut memory = BTreeMap::new();
     let first_measured = steps + WARM_UP_STEPS;
+    let grace = Duration::from_secs_f64(options.deadline) + GRACE;
     let followed = workers.follow(
         leader,
+        grace,
         || stop.load(Ordering::Relaxed),
         |report| match report {
             Report::Step(record) => {
@@ -191,8 +196,10 @@ impl Prepared {
         let forecast =
             programs.iter().map(|program| shoal_plan::memory::forecast_in(program, &layout).total());
         let played = |program: &Program| {
-            let kind = &on.fleet.devices[program.device].kind;
-            (options.paced || kind != shoal_fleet::catalogue::CPU).then(|| durations(program, &world))
+            let kind = on.fleet.devices[program.device].kind.as_str();
+            // A processor like this one, as a profile names it, or any.
+            let here = [shoal_fleet::catalogue::CPU, &machine::processor()].contains(&kind);
+            (options.paced || !here).then(|| durations(program, &world))
         };
         let pace: Vec<Option<Vec<f64>>> = programs.iter().map(played).collect();
         let forecast = forecast.collect();

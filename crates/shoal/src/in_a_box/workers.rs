@@ -109,15 +109,17 @@ impl Workers {
         (0..self.all.len()).for_each(|rank| self.tell(rank, order));
     }
 
-    /// Follows the workers to their end. `stops` is asked now and then; the first worker that leads is told.
+    /// Follows the workers to their end. `stops` is asked now and then; the one that leads is told. When one has failed,
+    /// the others end by themselves, having lost it; one that does not within the `grace` is ended.
     pub fn follow(
         &mut self,
         leader: usize,
+        grace: Duration,
         mut stops: impl FnMut() -> bool,
         mut on_report: impl FnMut(Report),
     ) -> Result {
         let (mut told, mut left) = (false, self.all.len());
-        let mut failed = None;
+        let mut failed: Option<(usize, Instant)> = None;
         while left > 0 {
             match self.heard.recv_timeout(LOOK_EVERY) {
                 Ok((_, Heard::Report(report))) => {
@@ -133,12 +135,18 @@ impl Workers {
                     let well = status.is_ok_and(|status| status.success());
                     self.all[rank].ended = Some(well);
                     if !well {
-                        failed.get_or_insert(rank);
+                        failed.get_or_insert((rank, Instant::now()));
                         self.all.iter_mut().for_each(|worker| worker.orders = None);
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
+            }
+            if failed.is_some_and(|(_, at)| at.elapsed() > grace) {
+                for worker in self.all.iter_mut().filter(|worker| worker.ended.is_none()) {
+                    // It may be ending right now.
+                    let _ = worker.child.kill();
+                }
             }
             if !told && stops() {
                 told = true;
@@ -146,7 +154,7 @@ impl Workers {
             }
         }
         match failed {
-            Some(rank) => Err(self.failure(rank)),
+            Some((rank, _)) => Err(self.failure(rank)),
             None => Ok(()),
         }
     }

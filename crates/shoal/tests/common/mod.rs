@@ -114,6 +114,10 @@ pub struct Running {
 }
 
 impl Running {
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     pub fn is_running(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
     }
