@@ -2,6 +2,7 @@
 
 mod bench;
 mod gpu_bundle;
+mod lab;
 
 use std::env;
 use std::path::PathBuf;
@@ -11,6 +12,7 @@ const USAGE: &str = "cargo xtask test         formatting, lints, every test
 cargo xtask bench cpu    training speed beside PyTorch's, where a Python with PyTorch is found
                          (PYTHON names it; else python3)
 cargo xtask bench plan   how long planning and simulating take, and how they grow with the fleet
+cargo xtask bench lab    predicted steps beside measured ones, on fleets of played devices; two quiet cores
 cargo xtask gpu-bundle   target/gpu-bundle: tests and the binary for a GPU machine without Rust or network";
 
 fn main() -> ExitCode {
@@ -22,6 +24,7 @@ fn main() -> ExitCode {
         ["bench", "plan"] => {
             cargo(&["run", "--release", "--package", "shoal-planner", "--example", "plan_speed"])
         }
+        ["bench", "lab"] => lab::bench(),
         ["gpu-bundle"] => gpu_bundle::build(),
         _ => Err(USAGE.to_owned()),
     };

@@ -1,0 +1,126 @@
+//! Predicted steps beside measured ones: plans of every shape on fleets of one to eight played devices, in the lab.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use crate::{cargo, root};
+
+/// Name, kinds of devices in turn, how many, network, latency, memory (which decides how many are needed), batch, shapes.
+type Fleet = (
+    &'static str,
+    &'static [&'static str],
+    usize,
+    &'static str,
+    &'static str,
+    &'static str,
+    usize,
+    &'static [&'static str],
+);
+
+const FLEETS: [Fleet; 8] = [
+    ("two", &["V100"], 2, "10 Gbit/s", "10 us", "627 MiB", 16, &["pipeline", "sharded", "mixed"]),
+    ("three", &["V100", "T4"], 3, "25 Gbit/s", "10 us", "627 MiB", 16, &["pipeline", "sharded", "mixed"]),
+    ("four", &["V100", "A10G"], 4, "25 Gbit/s", "10 us", "627 MiB", 16, &["pipeline", "sharded", "mixed"]),
+    ("six", &["T4"], 6, "10 Gbit/s", "5 us", "627 MiB", 16, &["pipeline", "mixed"]),
+    ("eight", &["V100", "T4"], 8, "100 Gbit/s", "5 us", "627 MiB", 16, &["pipeline", "mixed"]),
+    ("fast four", &["V100"], 4, "100 Gbit/s", "1 us", "2 GiB", 64, &["burst", "sharded", "pipeline"]),
+    ("fast eight", &["V100"], 8, "100 Gbit/s", "1 us", "2 GiB", 64, &["burst", "sharded"]),
+    ("one", &["V100", "T4"], 1, "10 Gbit/s", "10 us", "627 MiB", 16, &["spilled", "pipeline"]),
+];
+
+const CONFIG: &str = r#"{"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 8, "n_head": 4,
+"n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}"#;
+
+const JOB: &str = r#"name = "lab"
+[model]
+from = "model"
+init = "random"
+[data]
+train = "corpus.txt"
+sequence = 64
+[train]
+steps = 12
+optimizer = { kind = "adamw", lr = 3e-3, clip_norm = 1.0 }
+[checkpoint]
+every = "1000 steps"
+"#;
+
+fn fleet((_, kinds, count, network, latency, memory, ..): &Fleet) -> String {
+    let node = |number: usize| {
+        let kind = kinds[number % kinds.len()];
+        format!(
+            "[[node]]\nname = \"n{number}\"\nhost_memory = \"16 GiB\"\nnetwork = \"{network}\"\nlatency = \"{latency}\"\n\
+             devices = [{{ kind = \"{kind}\", memory = \"{memory}\" }}]\n"
+        )
+    };
+    (0..*count).map(node).collect()
+}
+
+/// A number of a line of JSON.
+fn number(text: &str, key: &str) -> Option<f64> {
+    let rest = text.split_once(&format!("\"{key}\":"))?.1;
+    rest.split([',', '}']).next()?.parse().ok()
+}
+
+pub fn bench() -> Result<(), String> {
+    cargo(&["build", "--release", "--package", "shoal"])?;
+    let folder = root().join("target/lab");
+    let said = |error: std::io::Error| format!("{}: {error}", folder.display());
+    // What an earlier time left would be resumed.
+    let _ = fs::remove_dir_all(&folder);
+    fs::create_dir_all(folder.join("model")).map_err(said)?;
+    fs::write(folder.join("model/config.json"), CONFIG).map_err(said)?;
+    fs::write(folder.join("job.toml"), JOB).map_err(said)?;
+    let text: String =
+        (0..4000).map(|line| format!("{line}: the tide and the {} boats\n", line * 7)).collect();
+    fs::write(folder.join("corpus.txt"), text).map_err(said)?;
+    println!(
+        "{:<12} {:<10} {:>7} {:>12} {:>12} {:>8}  memory",
+        "fleet", "shape", "devices", "predicted", "measured", "off"
+    );
+    let mut off = Vec::new();
+    for row in &FLEETS {
+        let (name, .., batch, shapes) = row;
+        fs::write(folder.join("fleet.toml"), fleet(row)).map_err(said)?;
+        for shape in *shapes {
+            off.push(one(&folder, name, *batch, shape)?);
+        }
+    }
+    let mean = off.iter().map(|off: &f64| off.abs()).sum::<f64>() / off.len() as f64;
+    println!("{} plans, off by {:.1} % on average", off.len(), 100.0 * mean);
+    Ok(())
+}
+
+fn one(folder: &Path, name: &str, batch: usize, shape: &str) -> Result<f64, String> {
+    let run = format!("checkpoint.to=runs/{}-{shape}", name.replace(' ', "-"));
+    let batch = format!("train.global_batch={batch}");
+    let output = Command::new(root().join("target/release/shoal"))
+        .args(["lab", "fleet.toml", "job.toml", "--paced", "--json", "--shape", shape])
+        .args(["--set", &run, "--set", &batch])
+        .current_dir(folder)
+        .output()
+        .map_err(|error| format!("shoal lab: {error}"))?;
+    let told = String::from_utf8_lossy(&output.stdout);
+    let failed = || format!("{name}, {shape}: {}", String::from_utf8_lossy(&output.stderr));
+    let find = |key: &str| number(&told, key).ok_or_else(failed);
+    let (predicted, measured, off) =
+        (find("predicted_seconds")?, find("measured_seconds")?, find("prediction_off")?);
+    let bytes = |key: &str| -> Vec<f64> {
+        told.split(&format!("\"{key}\":"))
+            .skip(1)
+            .filter_map(|rest| rest.split([',', '}']).next()?.parse().ok())
+            .collect()
+    };
+    let (counted, forecast) = (bytes("counted_bytes"), bytes("predicted_bytes"));
+    let within = counted.iter().zip(&forecast).all(|(counted, forecast)| counted <= forecast);
+    println!(
+        "{name:<12} {shape:<10} {:>7} {:>9.1} ms {:>9.1} ms {:>+6.1} %  {}",
+        counted.len(),
+        1e3 * predicted,
+        1e3 * measured,
+        100.0 * off,
+        if within { "within its forecast" } else { "PAST ITS FORECAST" }
+    );
+    Ok(off)
+}
