@@ -49,6 +49,9 @@ enum Command {
     /// One device of a lab
     #[command(hide = true)]
     Worker(worker::Options),
+    /// The other side of a link that `shoal profile` measures
+    #[command(hide = true)]
+    Echo(profile::links::EchoOptions),
     /// Write a run's model as a Hugging Face folder
     Export(export::Options),
     /// Continue a prompt with a trained model
@@ -73,6 +76,7 @@ fn main() -> ExitCode {
         Command::Simulate(options) => simulate::run(options),
         Command::Lab(options) => lab::run(options),
         Command::Worker(options) => worker::run(options),
+        Command::Echo(options) => profile::links::echo(options),
         Command::Export(options) => export::run(options),
         Command::Generate(options) => generate::run(options),
         Command::Bench(options) => bench::run(options),

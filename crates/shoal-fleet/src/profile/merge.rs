@@ -36,7 +36,7 @@ pub(super) fn profiles(mut one: Profile, other: Profile) -> Result<Profile> {
             |known: &&mut LinkProfile| known.scope == link.scope && catalogue::same(&known.kind, &link.kind);
         match one.links.iter_mut().find(same) {
             None => one.links.push(link),
-            Some(known) => merge_link(known, &link)?,
+            Some(known) => merge_link(known, &link),
         }
     }
     Ok(one)
@@ -112,24 +112,17 @@ fn merge_curve(one: &TimeCurve, other: &TimeCurve, of: &str) -> Result<TimeCurve
     Ok(TimeCurve { samples, seconds, line: one.line.or(other.line) })
 }
 
-fn merge_link(known: &mut LinkProfile, other: &LinkProfile) -> Result<()> {
-    let of = format!("{:?} link of {}", known.scope, known.kind).to_lowercase();
+/// Links swing with whatever else uses them: the best that was seen is what a link can do.
+fn merge_link(known: &mut LinkProfile, other: &LinkProfile) {
     let (link, other) = (&mut known.link, &other.link);
-    let rate = |a: f64, b: f64, bytes: Option<u64>| {
-        let size = bytes.map_or(String::new(), |bytes| format!(" of {bytes} bytes"));
-        agreed(1.0 / a, 1.0 / b, || format!("a byte{size} over the {of}")).map(|seconds| 1.0 / seconds)
-    };
-    link.bytes_per_second = rate(link.bytes_per_second, other.bytes_per_second, None)?;
-    // Latencies are short and swing: the least is what the link can do.
+    link.bytes_per_second = link.bytes_per_second.max(other.bytes_per_second);
     link.seconds_latency = link.seconds_latency.min(other.seconds_latency);
     let mut by_size: BTreeMap<u64, f64> = link.by_size.iter().copied().collect();
     for (bytes, measured) in &other.by_size {
-        let agreed =
-            by_size.get(bytes).map_or(Ok(*measured), |known| rate(*known, *measured, Some(*bytes)))?;
-        by_size.insert(*bytes, agreed);
+        let best = by_size.entry(*bytes).or_insert(*measured);
+        *best = best.max(*measured);
     }
     link.by_size = by_size.into_iter().collect();
-    Ok(())
 }
 
 /// The mean of two times that are close.

@@ -2,11 +2,13 @@
 //! samples, written as profile.json. What is timed is what training runs: the program's instructions, by the
 //! device's own clock.
 
+pub mod links;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use shoal_engine::{EngineError, Replay};
-use shoal_fleet::profile::{FORMAT, equal_layers};
+use shoal_fleet::profile::{FORMAT, LinkProfile, equal_layers};
 use shoal_fleet::{DeviceProfile, LayerProfile, Profile, TimeCurve, catalogue};
 use shoal_model::{Chain, Precision};
 use shoal_plan::{Op, PlanError};
@@ -83,7 +85,13 @@ pub fn run(options: Options) -> Result {
     }
     let samples = measured.samples.clone();
     let kind = catalogue::name(device.kind());
+    let links = vec![links::host(&*device.open(options.precision, false)?, &kind)?, links::processes()?];
+    for LinkProfile { scope, kind, link } in &links {
+        let (rate, latency) = (link.bytes_per_second / 1e9, 1e6 * link.seconds_latency);
+        println!("{scope:?} link of {kind}: {rate:.1} GB/s, {latency:.0} us");
+    }
     let profile = Profile {
+        links,
         devices: vec![DeviceProfile {
             kind,
             device: device.title(),

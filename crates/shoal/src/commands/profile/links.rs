@@ -1,0 +1,128 @@
+//! How fast bytes move, by the size of the message: between the device and its host's memory, and between two processes
+//! of this machine. Between machines it is their network that counts, which a fleet file states.
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::Instant;
+
+use shoal_fleet::Link;
+use shoal_fleet::profile::{LinkProfile, LinkScope};
+use shoal_kernels::{Device, Tensor};
+use shoal_net::{Endpoint, Fabric, Security, Settings, Tag, connect};
+
+use super::super::trial::median;
+use crate::error::{CliError, Result};
+
+/// Bytes of a message.
+const SIZES: [usize; 7] = [1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 25];
+/// Times that each is sent; the median counts.
+const ROUNDS: usize = 7;
+/// What the two processes call what they do: they know of no other.
+const FABRIC: u128 = 0x6c69_6e6b;
+
+/// Between a device and the host's memory, there and back.
+pub fn host(device: &dyn Device, kind: &str) -> Result<LinkProfile> {
+    let mut by_size = Vec::new();
+    for bytes in SIZES {
+        let mut tensor = Tensor::new(device.arena(), "what is copied to and fro", bytes / 4)?;
+        let message = vec![1u8; bytes];
+        let mut seconds = Vec::new();
+        for _ in 0..ROUNDS {
+            device.wait()?;
+            let started = Instant::now();
+            device.write_bytes(&mut tensor, 0..bytes / 4, &mut |out| out.copy_from_slice(&message))?;
+            device.wait()?;
+            let there = device.host_bytes(&tensor, 0..bytes / 4)?;
+            // Where the host reads in place, it has read nothing yet.
+            let back = there.to_vec();
+            seconds.push(started.elapsed().as_secs_f64() / 2.0);
+            assert_eq!(back.len(), bytes);
+        }
+        by_size.push((bytes as u64, bytes as f64 / median(&mut seconds)));
+    }
+    Ok(LinkProfile { scope: LinkScope::Host, kind: kind.to_owned(), link: Link::measured(by_size) })
+}
+
+/// Between two processes, by TCP on the loopback interface.
+pub fn processes() -> Result<LinkProfile> {
+    let here = Path::new("127.0.0.1");
+    let program = std::env::current_exe().map_err(CliError::at(here))?;
+    let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(CliError::at(here))?;
+    let other = TcpListener::bind(("127.0.0.1", 0)).map_err(CliError::at(here))?;
+    let addresses = [&listener, &other].map(TcpListener::local_addr);
+    let [Ok(own), Ok(theirs)] = addresses else {
+        return Err(CliError::said("127.0.0.1: a listener has no address", "look at the loopback interface"));
+    };
+    // The port is the other's from here on.
+    drop(other);
+    let mut child = Command::new(&program)
+        .args(["echo", &own.to_string(), &theirs.to_string()])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
+        .map_err(CliError::at(&program))?;
+    let measured = measure(listener, own, theirs);
+    if measured.is_err() {
+        // It waits for messages that do not come.
+        let _ = child.kill();
+    }
+    child.wait().map_err(CliError::at(&program))?;
+    Ok(LinkProfile {
+        scope: LinkScope::Process,
+        kind: "TCP, loopback".into(),
+        link: Link::measured(measured?),
+    })
+}
+
+fn join(rank: usize, listener: TcpListener, addresses: Vec<SocketAddr>) -> Result<Arc<Fabric>> {
+    let endpoint = Endpoint { rank, listener, addresses, fabric: FABRIC, security: Security::Plain };
+    Ok(connect(endpoint, &Settings::default())?)
+}
+
+fn measure(listener: TcpListener, own: SocketAddr, theirs: SocketAddr) -> Result<Vec<(u64, f64)>> {
+    let fabric = join(0, listener, vec![own, theirs])?;
+    let mut by_size = Vec::new();
+    for (size, tags) in exchanges() {
+        let mut message = vec![1u8; size];
+        let mut seconds = Vec::new();
+        for tag in tags {
+            let started = Instant::now();
+            fabric.send(1, tag, &message)?;
+            fabric.receive(1, tag, &mut message)?;
+            seconds.push(started.elapsed().as_secs_f64() / 2.0);
+        }
+        by_size.push((size as u64, size as f64 / median(&mut seconds)));
+    }
+    Ok(by_size)
+}
+
+/// What the two send each other: sizes, and each round's tag.
+fn exchanges() -> impl Iterator<Item = (usize, impl Iterator<Item = Tag>)> {
+    SIZES.into_iter().enumerate().map(|(number, size)| {
+        let first = (number * ROUNDS) as u128;
+        (size, (first..first + ROUNDS as u128).map(Tag))
+    })
+}
+
+/// `shoal echo`: the other of the two processes.
+#[derive(clap::Args)]
+pub struct EchoOptions {
+    measuring: SocketAddr,
+    own: SocketAddr,
+}
+
+pub fn echo(options: EchoOptions) -> Result {
+    let EchoOptions { measuring, own } = options;
+    let listener = TcpListener::bind(own).map_err(CliError::at(Path::new(&own.to_string())))?;
+    let fabric = join(1, listener, vec![measuring, own])?;
+    for (size, tags) in exchanges() {
+        let mut message = vec![0u8; size];
+        for tag in tags {
+            fabric.receive(0, tag, &mut message)?;
+            fabric.send(0, tag, &message)?;
+        }
+    }
+    Ok(())
+}
