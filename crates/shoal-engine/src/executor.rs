@@ -199,22 +199,22 @@ impl Executor {
 
     /// Runs a verified program of a device that has all to itself.
     pub fn run(&mut self, program: &Program, input: &StepInput) -> Result<StepOutcome> {
-        self.go(program, None, input)
+        self.run_in(None, program, input)
     }
 
-    /// Runs a verified program of one of the table's devices: the one that this executor's state was allocated for.
-    pub fn run_in(&mut self, layout: &Layout, program: &Program, input: &StepInput) -> Result<StepOutcome> {
-        self.go(program, Some(layout), input)
-    }
-
-    /// Either of the two.
-    pub fn run_at(
+    /// Runs a verified program of one of a table's devices, the one that this executor's state was allocated for; without
+    /// a table, of a device that has all to itself.
+    pub fn run_in(
         &mut self,
         layout: Option<&Layout>,
         program: &Program,
         input: &StepInput,
     ) -> Result<StepOutcome> {
-        self.go(program, layout, input)
+        let device = self.device.clone();
+        let mut result = Ok(StepOutcome::default());
+        self.runs += 1;
+        device.run(&mut || result = self.walk(program, layout, input));
+        result
     }
 
     /// Sets whatever of the state is here: see [`ModelState::load`].
@@ -225,14 +225,6 @@ impl Executor {
         read: impl FnMut(&TensorSpec, &'static str, &mut [f32]) -> Result,
     ) -> Result {
         self.state.load(&self.tiers, &self.chain, states, version, read)
-    }
-
-    fn go(&mut self, program: &Program, layout: Option<&Layout>, input: &StepInput) -> Result<StepOutcome> {
-        let device = self.device.clone();
-        let mut result = Ok(StepOutcome::default());
-        self.runs += 1;
-        device.run(&mut || result = self.walk(program, layout, input));
-        result
     }
 
     fn execute(&mut self, step: &mut Step, instruction: &Instruction) -> Result {

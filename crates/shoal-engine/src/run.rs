@@ -315,7 +315,7 @@ impl Run {
             next: if last { None } else { Some(&next) },
             ..StepInput::train(self.step, settings.seed, lr, &settings.optimizer, &batch)
         };
-        let outcome = self.executor.run_at(layout, &self.program, &input).map_err(|error| match error {
+        let outcome = self.executor.run_in(layout, &self.program, &input).map_err(|error| match error {
             EngineError::NotFinite { step, what, value, .. } => {
                 EngineError::NotFinite { step, what, value, checkpoint: self.last_saved }
             }
@@ -377,7 +377,7 @@ impl Run {
             let layout = shared.then(|| Layout::new(plan, &self.chain));
             let batch = Window { data, order: &order, first };
             let input = StepInput::evaluate(self.step, &batch);
-            let outcome = self.executor.run_at(layout.as_ref(), program, &input)?;
+            let outcome = self.executor.run_in(layout.as_ref(), program, &input)?;
             whole.loss_sum += outcome.loss_sum;
             whole.targets += outcome.targets;
             whole.correct = outcome.correct.map(|correct| correct + whole.correct.unwrap_or(0));

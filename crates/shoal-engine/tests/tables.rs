@@ -185,7 +185,7 @@ fn together(plan: &Plan, chain: &Chain, disk: &std::path::Path, on: On) -> Vec<V
                 scope.spawn(move || {
                     let (mut executor, predicted) = member(layout, program, fabric, disk, on);
                     let losses = train(&mut executor, STEPS, |executor, input| {
-                        executor.run_in(layout, program, input)
+                        executor.run_in(Some(layout), program, input)
                     });
                     let peak = executor.device().arena().peak();
                     assert!(peak <= predicted, "device {}: {peak} bytes of {predicted}", program.device);

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 
-use shoal_model::{Chain, ConvolutionalConfig, Precision, presets};
+use shoal_model::{Chain, ConvolutionalConfig, ImageShape, Precision, presets};
 
 use crate::compile::splits_groups;
 use crate::layout::Layout;
@@ -234,7 +234,7 @@ fn slices(elements: usize, devices: usize, draw: &mut Draw) -> Vec<Held> {
 /// The second number is the sequence.
 pub fn model(draw: &mut Draw) -> (Chain, usize) {
     let layers = 1 + draw.below(4);
-    match draw.below(5) {
+    match draw.below(6) {
         0 => (Chain::new(&presets::gpt2(50, 16, layers, 4, 12)), 12),
         1 => (Chain::new(&presets::llama(50, 16, layers, 4, 2, 24, 12, 1e4, false)), 12),
         2 => {
@@ -242,7 +242,11 @@ pub fn model(draw: &mut Draw) -> (Chain, usize) {
             chain.padded = draw.chance(50);
             (chain, 12)
         }
-        3 => (
+        3 => {
+            let image = ImageShape { channels: 1, size: 4, patch: 2 };
+            (Chain::new(&presets::vit(image, 3, 16, layers, 4, 24)), image.patches() + 1)
+        }
+        4 => (
             convolutional(
                 r#"{"architecture": "vgg11", "classifier": [4], "first_channels": 2, "classes": 3, "image": 32}"#,
             ),

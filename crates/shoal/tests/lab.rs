@@ -111,7 +111,7 @@ fn loses_a_worker(how: &str, names: &[&str]) {
         .shoal(&["plan", "job.toml", "--fleet", "fleet.toml", "--shape", "mixed", "--table", "t.json"])
         .succeeds();
     let command =
-        ["lab", "fleet.toml", "job.toml", "--table", "t.json", "--deadline", "1", "--stretch", "50"];
+        ["lab", "fleet.toml", "job.toml", "--table", "t.json", "--deadline", "3", "--stretch", "50"];
     let mut lab = folder.start(&[&command[..], &["--set", "train.steps=100000"]].concat());
     lab.wait_until("some steps", || {
         let lines = std::fs::read_to_string(folder.join("run").join("metrics.jsonl"));
@@ -123,7 +123,7 @@ fn loses_a_worker(how: &str, names: &[&str]) {
     signal(how, workers[1]);
     let told = lab.wait();
     // The deadline, what is granted beyond it, and a busy machine.
-    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
     told.fails(names, "");
     for worker in workers {
         assert!(!std::path::Path::new(&format!("/proc/{worker}")).exists(), "worker {worker} is left behind");
