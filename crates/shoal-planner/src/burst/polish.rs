@@ -10,6 +10,8 @@ use super::structure::{Branch, Series};
 const DEVICES_MAX: usize = 8;
 /// Layers times devices that the timeline is asked about from each start.
 const WORK_MAX: usize = 500_000;
+/// Starts beside the best decision and data parallelism.
+const STARTS_MAX: usize = 24;
 
 /// Improves the choice's best decision, and plain data parallelism beside it, as long as something is found and within a
 /// bound on work; keeps the best of all.
@@ -25,8 +27,7 @@ pub(super) fn polish(choice: &mut Choice, series: &Series, sets: &[Vec<usize>], 
     sets.retain(|set| set.len() <= choice.problem.global_batch);
     sets.sort();
     sets.dedup();
-    let best = choice.best.as_ref().map(|best| best.decision.clone());
-    for start in [best, Some(choice.problem.data_parallel())].into_iter().flatten() {
+    for start in starts(choice, &links, &sets, order.len()) {
         let mut climbing = choice.afresh();
         climbing.offer(start);
         let mut left = WORK_MAX / (choice.problem.inputs.len() * order.len());
@@ -37,6 +38,45 @@ pub(super) fn polish(choice: &mut Choice, series: &Series, sets: &[Vec<usize>], 
             }
         }
     }
+}
+
+/// Where to climb from: the best decision, plain data parallelism, and the best of what either becomes when two parts of a
+/// fork are moved at once, though each of these is worse: a third move may then be better than all.
+fn starts(choice: &Choice, links: &[Vec<Vec<usize>>], sets: &[Vec<usize>], devices: usize) -> Vec<Decision> {
+    let best = choice.best.as_ref().map(|best| best.decision.clone());
+    let mut starts: Vec<Decision> =
+        [best, Some(choice.problem.data_parallel())].into_iter().flatten().collect();
+    let pairs: usize = links.iter().map(|groups| groups.len() * groups.len() / 2).sum();
+    let work = starts.len() * pairs * sets.len() * sets.len() * choice.problem.inputs.len() * devices;
+    if work > WORK_MAX {
+        return starts;
+    }
+    let mut moved: Vec<(f64, Decision)> = Vec::new();
+    for start in &starts {
+        for (one, other) in links.iter().flat_map(|groups| disjoint(groups)) {
+            for (set, second) in sets.iter().flat_map(|set| sets.iter().map(move |second| (set, second))) {
+                let mut decision = start.clone();
+                for (layers, set) in [(one, set), (other, second)] {
+                    layers.iter().for_each(|layer| decision.devices[*layer].clone_from(set));
+                }
+                let mut offered = choice.afresh();
+                offered.offer(decision);
+                moved.extend(offered.best.map(|best| (best.estimate.step_seconds, best.decision)));
+            }
+        }
+    }
+    moved.sort_by(|a, b| a.0.total_cmp(&b.0).then_with(|| a.1.devices.cmp(&b.1.devices)));
+    moved.dedup_by(|a, b| a.1.devices == b.1.devices);
+    starts.extend(moved.into_iter().take(STARTS_MAX).map(|(_, decision)| decision));
+    starts
+}
+
+/// Every two groups that have no layer in common.
+fn disjoint(groups: &[Vec<usize>]) -> impl Iterator<Item = (&Vec<usize>, &Vec<usize>)> {
+    let pairs = groups.iter().enumerate();
+    pairs
+        .flat_map(|(place, one)| groups[place + 1..].iter().map(move |other| (one, other)))
+        .filter(|(one, other)| !one.iter().any(|layer| other.contains(layer)))
 }
 
 /// Tries everything around a decision; whether something is better. The first move that is ends the round.
@@ -65,12 +105,10 @@ fn improve(
         }
     }
     for groups in links {
-        for (place, one) in groups.iter().enumerate() {
-            for other in groups[place + 1..].iter().filter(|other| !one.iter().any(|l| other.contains(l))) {
-                for set in sets {
-                    if sets.iter().any(|second| tried(&[(one, set), (other, second)])) {
-                        return true;
-                    }
+        for (one, other) in disjoint(groups) {
+            for set in sets {
+                if sets.iter().any(|second| tried(&[(one, set), (other, second)])) {
+                    return true;
                 }
             }
         }
