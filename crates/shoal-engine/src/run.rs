@@ -391,8 +391,10 @@ impl Run {
         let states = self.settings.optimizer.state_names();
         let first = self.members.first().copied().unwrap_or(self.program.device);
         let whole = self.executor.collect(&self.plan, &self.members, first, states.len())?;
-        self.last_saved = Some(self.step);
-        let (Some(books), Some(whole)) = (&mut self.books, whole) else { return Ok(()) };
+        let (Some(books), Some(whole)) = (&mut self.books, whole) else {
+            self.last_saved = Some(self.step);
+            return Ok(());
+        };
         // Parameters that are no numbers must not push out the last checkpoint whose are.
         let bad = whole.iter().flat_map(|tensor| tensor[0].iter()).find(|value| !value.is_finite());
         if let Some(value) = bad {
@@ -420,6 +422,7 @@ impl Run {
         });
         let saved = books.store.save(header, entries)?;
         books.store.collect(self.settings.checkpoints_kept)?;
+        self.last_saved = Some(self.step);
         let seconds = started.elapsed().as_secs_f64();
         on_event(RunEvent::Saved { step: self.step, bytes: saved.bytes, seconds });
         Ok(())

@@ -178,16 +178,8 @@ impl ModelState {
         let mut tensors = Vec::with_capacity(chain.tensors.len());
         for (index, spec) in chain.tensors.iter().enumerate() {
             let mut held = Held::nothing(spec);
-            held.slices.push(HeldSlice::in_memory(
-                device,
-                spec,
-                held.range(),
-                Tier::Device,
-                false,
-                optimizer,
-            )?);
+            held.take_whole(device, chain, index, precision, optimizer)?;
             held.copy = copy_room(device, chain, index, precision)?;
-            held.gradient = optimizer.map(|_| gradient_room(device, chain, index, precision)).transpose()?;
             tensors.push(held);
         }
         ModelState::with(device, chain, sequence, precision, tensors)
@@ -206,16 +198,7 @@ impl ModelState {
             let mut held = Held::nothing(spec);
             let whole = layout.holds_whole(tensor, index);
             if whole {
-                held.slices.push(HeldSlice::in_memory(
-                    device,
-                    spec,
-                    held.range(),
-                    Tier::Device,
-                    false,
-                    optimizer,
-                )?);
-                held.gradient =
-                    optimizer.map(|_| gradient_room(device, chain, tensor, plan.precision)).transpose()?;
+                held.take_whole(device, chain, tensor, plan.precision, optimizer)?;
             }
             for part in layout
                 .held(tensor, index)
@@ -334,8 +317,20 @@ impl Held {
         Held { elements: spec.elements(), slices: Vec::new(), copy: None, copy_version: 0, gradient: None }
     }
 
-    fn range(&self) -> Slice {
-        Slice { start: 0, end: self.elements }
+    /// Makes room for all of the tensor in the device's own memory; its gradient is the sum that layers add to.
+    fn take_whole(
+        &mut self,
+        device: &dyn Device,
+        chain: &Chain,
+        tensor: usize,
+        precision: Precision,
+        optimizer: Option<&OptimizerSettings>,
+    ) -> Result {
+        let all = Slice { start: 0, end: self.elements };
+        let spec = &chain.tensors[tensor];
+        self.slices.push(HeldSlice::in_memory(device, spec, all, Tier::Device, false, optimizer)?);
+        self.gradient = optimizer.map(|_| gradient_room(device, chain, tensor, precision)).transpose()?;
+        Ok(())
     }
 }
 

@@ -1,6 +1,5 @@
 //! Workers inside one process. A message passes from the sender's memory into the receiver's through pieces of a few
-//! hundred kilobytes, which stay in the cache: one thread cannot be shown another's memory for a while without unsafe
-//! code. The rules are those of the network: small messages go at once as far as the window allows, larger ones wait
+//! hundred kilobytes, which stay in the cache: in safe Rust one thread cannot be lent another's memory for a while. The rules are those of the network: small messages go at once as far as the window allows, larger ones wait
 //! until they are wanted, and a piece of a shaped link is taken when it is due.
 
 use std::collections::{HashMap, VecDeque};

@@ -245,7 +245,9 @@ impl Progress {
 }
 
 fn step_line(record: &StepRecord, steps: u64, score: f64, left_seconds: f64) -> String {
-    let mfu = record.mfu.values().next().copied().unwrap_or_default();
+    // Played devices have no rate to be measured against.
+    let mfu =
+        record.mfu.values().next().map_or(String::new(), |mfu| format!("{:.0}% of peak  ", 100.0 * mfu));
     let memory = record.memory_bytes.values().sum();
     let (right, unit) = match record.accuracy {
         Some(share) => (format!("  {} right", percent(share)), "images/s"),
@@ -256,12 +258,11 @@ fn step_line(record: &StepRecord, steps: u64, score: f64, left_seconds: f64) -> 
         None => "overflow: skipped".into(),
     };
     format!(
-        "step {}/{steps}  loss {:.4} (z {score:+.1}){right}  {norm}  lr {:.2e}  {} {unit}  {:.0}% of peak  {}  ETA {}",
+        "step {}/{steps}  loss {:.4} (z {score:+.1}){right}  {norm}  lr {:.2e}  {} {unit}  {mfu}{}  ETA {}",
         record.step,
         record.loss,
         record.lr,
         short(record.tokens_per_s),
-        100.0 * mfu,
         bytes_text(memory),
         duration_text(left_seconds)
     )

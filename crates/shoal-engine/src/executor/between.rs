@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 use shoal_kernels::random::fold;
 use shoal_net::{Tag, collective};
-use shoal_plan::{Holder, Plan};
+use shoal_plan::{Holder, Plan, Slice, TensorRow};
 
 use super::Executor;
 use crate::error::{EngineError, Result};
@@ -40,49 +40,32 @@ impl Executor {
         let mut all = Vec::new();
         for (tensor, row) in plan.tensors.iter().enumerate() {
             let held = &self.state.tensors[tensor];
-            // The whole of it here needs no copy where the host can read it.
-            if own == to
-                && let Some(whole) = held.whole()
-            {
-                let parts = (0..=states).map(|part| whole.get(&self.tiers, part));
-                all.push(parts.collect::<Result<Whole>>()?);
-            } else if own == to {
-                all.push((0..=states).map(|_| Cow::Owned(vec![0.0; row.elements])).collect());
-            }
-            // Nobody sends what the receiver has whole.
-            let there = row.optimizer.iter().filter(|held| held.holder == Holder::Device(to));
-            if there.map(|held| held.slice.count()).sum::<usize>() == row.elements {
-                continue;
-            }
-            let mut slices: Vec<_> = row.optimizer.iter().map(|held| (held.slice, held.holder)).collect();
-            slices.sort_by_key(|(slice, holder)| (*slice, holder.device() != to, *holder));
-            slices.dedup_by_key(|(slice, _)| *slice);
-            for (slice, holder) in slices {
-                let parts: Vec<usize> = (0..=states).collect();
-                for part in parts {
+            let mut whole: Option<Whole> = match held.whole().filter(|_| own == to) {
+                // What is here already needs no copy where the host can read it.
+                Some(whole) => {
+                    Some((0..=states).map(|part| whole.get(&self.tiers, part)).collect::<Result<_>>()?)
+                }
+                None => (own == to).then(|| vec![Cow::Owned(vec![0.0; row.elements]); states + 1]),
+            };
+            for (slice, holder) in sent(row, to) {
+                for part in 0..=states {
                     let words = [tensor, slice.start, part];
                     let key = words.iter().fold(tag.0 as u64, |key, word| fold(key, *word as u64));
                     let tag = Tag(tag.0 ^ u128::from(key));
-                    let place = slice.range();
-                    match (holder.device() == own, own == to) {
-                        (true, true) => {
-                            let (found, within) = held.find(holder.tier(), slice);
-                            let values = &found.get(&self.tiers, part)?[within];
-                            all[tensor][part].to_mut()[place].copy_from_slice(values);
+                    let mut room = whole.as_mut().map(|whole| &mut whole[part].to_mut()[slice.range()]);
+                    if holder.device() == own {
+                        let (found, within) = held.find(holder.tier(), slice);
+                        let values = &found.get(&self.tiers, part)?[within];
+                        match &mut room {
+                            Some(room) => room.copy_from_slice(values),
+                            None => self.to_others()?.send(to, tag, bytemuck::cast_slice(values))?,
                         }
-                        (true, false) => {
-                            let (found, within) = held.find(holder.tier(), slice);
-                            let values = &found.get(&self.tiers, part)?[within];
-                            self.to_others()?.send(to, tag, bytemuck::cast_slice(values))?;
-                        }
-                        (false, true) => {
-                            let room = bytemuck::cast_slice_mut(&mut all[tensor][part].to_mut()[place]);
-                            self.to_others()?.receive(holder.device(), tag, room)?;
-                        }
-                        (false, false) => {}
+                    } else if let Some(room) = room {
+                        self.to_others()?.receive(holder.device(), tag, bytemuck::cast_slice_mut(room))?;
                     }
                 }
             }
+            all.extend(whole);
         }
         Ok((own == to).then_some(all))
     }
@@ -91,4 +74,16 @@ impl Executor {
         let alone = || EngineError::Movement { instruction: "the collection of the state".into() };
         self.fabric.as_deref().ok_or_else(alone)
     }
+}
+
+/// A tensor's slices and who brings each to a device; none where that has all of it in its own memory.
+fn sent(row: &TensorRow, to: usize) -> Vec<(Slice, Holder)> {
+    let there = row.optimizer.iter().filter(|held| held.holder == Holder::Device(to));
+    if there.map(|held| held.slice.count()).sum::<usize>() == row.elements {
+        return Vec::new();
+    }
+    let mut slices: Vec<_> = row.optimizer.iter().map(|held| (held.slice, held.holder)).collect();
+    slices.sort_by_key(|(slice, holder)| (*slice, holder.device() != to, *holder));
+    slices.dedup_by_key(|(slice, _)| *slice);
+    slices
 }

@@ -175,17 +175,14 @@ impl Joining<'_> {
             }
             Security::Tls { identity, names } => {
                 let name = identity::server_name(&names[peer]).map_err(|error| error.to_string())?;
-                let mut session = ClientConnection::new(identity.client.clone(), name)
+                let mut tls = ClientConnection::new(identity.client.clone(), name)
                     .map_err(|error| error.to_string())?;
-                shake_hands(
-                    || in_time(until),
-                    || session.is_handshaking().then(|| session.complete_io(&mut socket)),
-                )
-                .map_err(text)?;
-                let mut made = Writing::Tls(Box::new(session), socket);
+                shake_hands(|| in_time(until), || tls.is_handshaking().then(|| tls.complete_io(&mut socket)))
+                    .map_err(text)?;
+                let mut made = Writing::Tls(Box::new(tls), socket);
                 made.write(&self.hello(line).encode(), &[], || in_time(until)).map_err(text)?;
-                let Writing::Tls(session, socket) = &mut made else { unreachable!("it was made with TLS") };
-                let mut stream = rustls::Stream::new(session.as_mut(), socket);
+                let Writing::Tls(tls, socket) = &mut made else { unreachable!("it was made with TLS") };
+                let mut stream = rustls::Stream::new(tls.as_mut(), socket);
                 read_whole(|| in_time(until), &mut answer, |into| io::Read::read(&mut stream, into))
                     .map_err(text)?;
                 made
@@ -258,22 +255,22 @@ impl Joining<'_> {
         let mut reading = match self.security {
             Security::Plain => Reading::Plain(socket),
             Security::Tls { identity, .. } => {
-                let mut session =
+                let mut tls =
                     ServerConnection::new(identity.server.clone()).map_err(|error| error.to_string())?;
                 shake_hands(
                     || self.stranger_in_time(until),
-                    || session.is_handshaking().then(|| session.complete_io(&mut socket)),
+                    || tls.is_handshaking().then(|| tls.complete_io(&mut socket)),
                 )
                 .map_err(text)?;
-                Reading::tls(session, socket)
+                Reading::tls(tls, socket)
             }
         };
         read_whole(|| self.stranger_in_time(until), &mut hello, |into| reading.read(into)).map_err(text)?;
         let hello = Header::decode(&hello).map_err(|violation| violation.to_string())?;
         let (peer, line) = self.judge(&hello)?;
-        if let (Security::Tls { names, .. }, Reading::Tls(session, _)) = (self.security, &reading) {
+        if let (Security::Tls { names, .. }, Reading::Tls(tls, _)) = (self.security, &reading) {
             let name = identity::server_name(&names[peer]).map_err(|error| error.to_string())?;
-            let certificate = session.peer_certificates().and_then(|chain| chain.first());
+            let certificate = tls.peer_certificates().and_then(|chain| chain.first());
             if !certificate.is_some_and(|certificate| identity::bears_name(certificate, &name)) {
                 return Err(format!("it says that it is worker {peer}, and its certificate is another's"));
             }

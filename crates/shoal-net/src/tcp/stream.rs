@@ -9,29 +9,28 @@ use rustls::{ClientConnection, ServerConnection};
 /// The receiving end of a connection that a peer made.
 pub enum Reading {
     Plain(TcpStream),
-    /// The session takes a few kilobytes at a time, which would be a call of the system each.
+    /// TLS takes a few kilobytes at a time, which would be a call of the system each.
     Tls(Box<ServerConnection>, BufReader<TcpStream>),
 }
 
 impl Reading {
-    pub fn tls(session: ServerConnection, socket: TcpStream) -> Reading {
-        Reading::Tls(Box::new(session), BufReader::with_capacity(SEALED_BYTES, socket))
+    pub fn tls(tls: ServerConnection, socket: TcpStream) -> Reading {
+        Reading::Tls(Box::new(tls), BufReader::with_capacity(SEALED_BYTES, socket))
     }
 
     /// The next bytes. `WouldBlock` when a tick has passed, `Ok(0)` at the end.
     pub fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         match self {
             Reading::Plain(socket) => socket.read(into),
-            Reading::Tls(session, socket) => loop {
-                match session.reader().read(into) {
+            Reading::Tls(tls, socket) => loop {
+                match tls.reader().read(into) {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     // An end without its notice is an end too: whether it is in order is for frames to say.
                     Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(0),
                     other => return other,
                 }
-                session.read_tls(socket)?;
-                session
-                    .process_new_packets()
+                tls.read_tls(socket)?;
+                tls.process_new_packets()
                     .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
             },
         }
@@ -46,10 +45,10 @@ impl Reading {
                     rest = &rest[progress(socket.write(rest), &mut go_on)?..];
                 }
             }
-            Reading::Tls(session, socket) => {
-                session.writer().write_all(bytes)?;
-                while session.wants_write() {
-                    progress(session.write_tls(socket.get_mut()), &mut go_on)?;
+            Reading::Tls(tls, socket) => {
+                tls.writer().write_all(bytes)?;
+                while tls.wants_write() {
+                    progress(tls.write_tls(socket.get_mut()), &mut go_on)?;
                 }
             }
         }
@@ -91,15 +90,15 @@ impl Writing {
                     count => Ok(count),
                 }
             }
-            Writing::Tls(session, socket) => {
-                while session.wants_write() {
-                    session.write_tls(socket)?;
+            Writing::Tls(tls, socket) => {
+                while tls.wants_write() {
+                    tls.write_tls(socket)?;
                 }
                 let part = payload.len().min(SEALED_BYTES - header.len());
                 let parts = [IoSlice::new(header), IoSlice::new(&payload[..part])];
-                let count = session.writer().write_vectored(&parts)?;
-                while session.wants_write() {
-                    match session.write_tls(socket) {
+                let count = tls.writer().write_vectored(&parts)?;
+                while tls.wants_write() {
+                    match tls.write_tls(socket) {
                         // It is taken, and goes with the next call.
                         Err(error) if is_tick(&error) => break,
                         sent => sent?,
@@ -114,7 +113,7 @@ impl Writing {
     pub fn holds_back(&self) -> bool {
         match self {
             Writing::Plain(_) => false,
-            Writing::Tls(session, _) => session.wants_write(),
+            Writing::Tls(tls, _) => tls.wants_write(),
         }
     }
 
