@@ -1,5 +1,6 @@
 //! Seconds of every layer on every device: what planners and the simulator ask, millions of times. Curves are measured
-//! where the profile knows the device's kind, and estimated by the catalogue where it does not.
+//! where the profile knows the device's kind, and estimated by the catalogue where it does not; a share of a device that was
+//! not measured itself takes as much longer as its part of the whole's rate is smaller.
 
 use shoal_model::{Chain, Precision};
 
@@ -48,6 +49,8 @@ pub struct KindTable {
 struct KindCosts {
     kind: String,
     estimated: bool,
+    /// The kind that this is a share of, and its part of that one's rate, where the share was not measured itself.
+    scaled: Option<(String, f64)>,
     update_seconds_per_parameter: f64,
     /// By layer: which of the curves are its forward's and its backward's. Equal layers share them.
     of_layer: Vec<(u32, u32)>,
@@ -92,7 +95,7 @@ impl Costs {
     ) -> Result<Costs> {
         let single = |layer: usize| LayerProfile::described(chain, &[layer], precision, sequence);
         let described: Vec<LayerProfile> = (0..chain.layers.len()).map(single).collect();
-        let of_kind = |kind: &str| {
+        let of_whole = |kind: &str| {
             if let Some(device) = profile.and_then(|profile| profile.device(kind, precision)) {
                 let found = profile.map_or(sequence, |profile| profile.sequence);
                 if found != sequence {
@@ -105,6 +108,13 @@ impl Costs {
             };
             let device = estimate::device(chain, known, precision, sequence);
             KindCosts::profiled(&device, kind, &described)
+        };
+        let of_kind = |kind: &str| {
+            let measured = profile.is_some_and(|profile| profile.device(kind, precision).is_some());
+            match catalogue::share_of(kind).filter(|_| !measured) {
+                Some((percent, whole)) => Ok(of_whole(whole)?.share(kind, percent)),
+                None => of_whole(kind),
+            }
         };
         let kinds = fleet.kinds().into_iter().map(of_kind).collect::<Result<_>>()?;
         let table = |mut of: LayerProfile| LayerTable {
@@ -135,6 +145,7 @@ impl Costs {
             let mut costs = KindCosts {
                 kind: kind.to_owned(),
                 estimated: false,
+                scaled: None,
                 update_seconds_per_parameter: table.update_seconds_per_parameter,
                 of_layer: Vec::new(),
                 curves: Vec::new(),
@@ -201,6 +212,12 @@ impl Costs {
     pub fn estimated(&self, kind: &str) -> bool {
         self.kinds.iter().any(|known| known.estimated && catalogue::same(&known.kind, kind))
     }
+
+    /// Of a share that was not measured itself: the kind it is a share of, and its part of that one's rate.
+    pub fn scaled(&self, kind: &str) -> Option<(&str, f64)> {
+        let known = self.kinds.iter().find(|known| known.kind == kind)?;
+        known.scaled.as_ref().map(|(whole, rate)| (whole.as_str(), *rate))
+    }
 }
 
 impl KindCosts {
@@ -213,6 +230,7 @@ impl KindCosts {
         let mut costs = KindCosts {
             kind: kind.to_owned(),
             estimated: device.estimated,
+            scaled: None,
             update_seconds_per_parameter: update,
             of_layer: Vec::new(),
             curves: Vec::new(),
@@ -231,6 +249,15 @@ impl KindCosts {
             costs.of_layer.push(pair);
         }
         Ok(costs)
+    }
+
+    /// What a share of the device takes.
+    fn share(mut self, kind: &str, percent: u32) -> KindCosts {
+        let rate = catalogue::share_rate(percent);
+        self.curves = self.curves.iter().map(|known| Seconds::new(&known.curve.slowed(1.0 / rate))).collect();
+        self.update_seconds_per_parameter /= rate;
+        self.scaled = Some((std::mem::replace(&mut self.kind, kind.to_owned()), rate));
+        self
     }
 
     /// Where the curve stands among those worked out.

@@ -35,6 +35,15 @@ impl TimeCurve {
         TimeCurve { samples, seconds, line: None }
     }
 
+    /// The same so many times slower.
+    pub fn slowed(&self, times: f64) -> TimeCurve {
+        TimeCurve {
+            samples: self.samples.clone(),
+            seconds: self.seconds.iter().map(|seconds| seconds * times).collect(),
+            line: self.line.map(|(slope, intercept)| (slope * times, intercept * times)),
+        }
+    }
+
     /// What is wrong with it, if anything is: nothing else here can go wrong then.
     pub fn defect(&self) -> Option<String> {
         if self.samples.is_empty() {

@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
+use crate::catalogue;
 use crate::error::{Error, Result};
 use crate::link::Link;
 use crate::profile::{LinkScope, Profile};
@@ -187,7 +188,9 @@ impl Fleet {
     /// Measured links in the place of those that follow from the kind; what the file says stays.
     pub fn use_measured_links(&mut self, profile: &Profile) {
         for device in self.devices.iter_mut().filter(|device| !device.host_link_stated) {
-            if let Some(link) = profile.link(LinkScope::Host, &device.kind) {
+            let measured = |kind: &str| profile.link(LinkScope::Host, kind);
+            let of_whole = || measured(catalogue::share_of(&device.kind)?.1);
+            if let Some(link) = measured(&device.kind).or_else(of_whole) {
                 device.host_link = link.clone();
             }
         }

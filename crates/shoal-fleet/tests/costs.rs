@@ -158,3 +158,25 @@ proptest! {
         prop_assert_eq!(costs.forward(0, 0, asked), curve.at(asked));
     }
 }
+
+#[test]
+fn a_share_costs_what_was_measured_of_it_or_its_part_of_the_whole() {
+    let chain = chain("gpt2-124m");
+    let text = "[[node]]\nhost_memory = \"64 GiB\"\n\
+                devices = [{ kind = \"H200\" }, { kind = \"H200\", share = 0.25 }, { kind = \"H200\", share = 0.5 }]";
+    let fleet = Fleet::parse(text, "fleet.toml").unwrap();
+    let costs = Costs::new(&chain, &fleet, None, Precision::Bf16, 1024).unwrap();
+    let [whole, quarter, half] = [0, 1, 2].map(|device| step_seconds(&chain, &costs, device, 8));
+    assert!((whole / quarter - 0.26).abs() < 1e-9 && (whole / half - 0.5).abs() < 1e-9);
+    assert_eq!((costs.scaled("25 % of H200"), costs.scaled("H200")), (Some(("H200", 0.26)), None));
+    assert!(costs.estimated("25 % of H200"));
+    // One that was measured itself is what it was measured to be.
+    let mut device = estimate::device(&chain, catalogue::find("A100").unwrap(), Precision::Bf16, 1024);
+    (device.kind, device.estimated) = ("25 % of H200".into(), false);
+    let profile =
+        Profile { format: 2, model: "m".into(), sequence: 1024, devices: vec![device], links: Vec::new() };
+    let measured = Costs::new(&chain, &fleet, Some(&profile), Precision::Bf16, 1024).unwrap();
+    assert!(step_seconds(&chain, &measured, 1, 8) < quarter, "an A100 is faster than a quarter of an H200");
+    assert!(measured.scaled("25 % of H200").is_none() && !measured.estimated("25 % of H200"));
+    assert_eq!(step_seconds(&chain, &measured, 2, 8), half);
+}

@@ -184,3 +184,51 @@ fn measured_links_take_the_place_of_those_that_nothing_was_said_of() {
     assert_eq!(rates, [11e9, 3e9]);
     assert_eq!(fleet.link(0, 1).bytes_per_second, 7e9);
 }
+
+#[test]
+fn the_examples_of_shares_are_fleets() {
+    let shares = include_str!("../../../examples/h200-shares.toml");
+    let spilled = include_str!("../../../examples/h200-spilled.toml");
+    let uneven = include_str!("../../../examples/h200-uneven.toml");
+    let fleet = |text: &str| Fleet::parse(text, "fleet.toml").unwrap();
+    assert_eq!((fleet(shares).devices.len(), fleet(shares).kinds()), (4, vec!["25 % of H200"]));
+    assert_eq!(fleet(uneven).kinds().len(), 4);
+    assert_eq!(fleet(shares).link(0, 3).bytes_per_second, 1.25e9);
+    assert_eq!((fleet(spilled).devices.len(), fleet(spilled).kinds()), (1, vec!["100 % of H200"]));
+}
+
+#[test]
+fn a_share_of_a_device_is_a_kind_with_its_part_of_the_memory() {
+    let of = |device: &str| {
+        let text = format!("[[node]]\nhost_memory = \"64 GiB\"\ndevices = [{{ {device} }}]");
+        Fleet::parse(&text, "fleet.toml")
+    };
+    let fleet = of("kind = \"NVIDIA H200\", share = 0.25, count = 4").unwrap();
+    assert_eq!((fleet.devices.len(), fleet.kinds()), (4, vec!["25 % of H200"]));
+    assert_eq!(fleet.devices[0].memory_bytes, (143771 << 20) / 100 * 25);
+    assert_eq!(fleet.devices[0].host_link.bytes_per_second, 52e9);
+    assert_eq!(of("kind = \"H200\", share = 1").unwrap().kinds(), ["100 % of H200"]);
+    let said = of("kind = \"H200\", share = 0.1, memory = \"8 GiB\"").unwrap();
+    assert_eq!(said.devices[0].memory_bytes, 8 * GIB);
+    for (share, names) in [
+        ("kind = \"H200\", share = 1.5", "share is 1.5"),
+        ("kind = \"H200\", share = 0.255", "share is 0.255"),
+        ("kind = \"H200\", share = \"a\"", "share"),
+        ("kind = \"CPU\", memory = \"1 GiB\", share = 0.5", "processor"),
+        ("kind = \"H200\", shares = 0.5", "unknown key"),
+    ] {
+        let error = of(share).unwrap_err();
+        assert!(error.to_string().contains(names) && error.hint().is_some(), "{error}");
+    }
+}
+
+#[test]
+fn a_share_has_the_measured_link_of_the_whole() {
+    let text = "[[node]]\nhost_memory = \"64 GiB\"\ndevices = [{ kind = \"H200\", share = 0.5 }]";
+    let mut fleet = Fleet::parse(text, "fleet.toml").unwrap();
+    let link = LinkProfile { scope: LinkScope::Host, kind: "H200".into(), link: Link::new(33e9, 1e-5) };
+    let profile =
+        Profile { format: 2, model: "m".into(), sequence: 1, devices: Vec::new(), links: vec![link] };
+    fleet.use_measured_links(&profile);
+    assert_eq!(fleet.devices[0].host_link.bytes_per_second, 33e9);
+}

@@ -92,7 +92,7 @@ impl LocalDevice {
     }
 
     /// An error where the model has a size, or the job a precision, that this device has no kernel for.
-    fn assert_takes(&self, job: &Job) -> Result {
+    pub fn assert_takes(&self, job: &Job) -> Result {
         self.assert_computes(job.precision)?;
         let Some(facts) = &self.gpu else { return Ok(()) };
         let most = CudaDevice::head_size_max(facts);
@@ -152,7 +152,12 @@ impl LocalDevice {
     }
 
     pub fn open(&self, precision: Precision, deterministic: bool) -> Result<Arc<dyn Device>> {
-        self.open_with(self.name(), precision, deterministic, self.budget_bytes)
+        self.open_as(self.name(), precision, deterministic)
+    }
+
+    /// The same under a name that a plan gives it.
+    pub fn open_as(&self, name: &str, precision: Precision, deterministic: bool) -> Result<Arc<dyn Device>> {
+        self.open_with(name, precision, deterministic, self.budget_bytes)
     }
 
     fn open_with(

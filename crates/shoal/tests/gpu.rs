@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Folder, assert_same_files, checkpoint_of, corpus, metrics, timeless_metrics};
+use common::{Folder, assert_same_files, checkpoint_of, column, corpus, metrics, timeless_metrics};
 use shoal_kernels::CudaDevice;
 
 const STEPS: u64 = 200;
@@ -135,5 +135,48 @@ fn an_interrupted_run_in_half_precision_ends_in_the_same_bits() {
         let last = |folder: &Folder| checkpoint_of(&folder.join("run"), STEPS);
         assert_same_files(&last(&stopped), &last(&straight));
         eprintln!("{precision}: {} lines and the last checkpoint are the same", found.len());
+    }
+}
+
+/// Two shares of the GPU, a process each, train what the whole one trains.
+#[test]
+fn shares_of_the_gpu_train_together() {
+    if !has_gpu() {
+        return;
+    }
+    let kind = CudaDevice::probe(0).unwrap().0.model;
+    if shoal_fleet::catalogue::find(&kind).is_none() {
+        eprintln!("skipped: the catalogue does not know {kind}");
+        return;
+    }
+    let places = std::env::var_os("PATH").unwrap_or_default();
+    if !std::env::split_paths(&places).any(|place| place.join("nvidia-cuda-mps-control").exists()) {
+        eprintln!("skipped: nvidia-cuda-mps-control is not here");
+        return;
+    }
+    let folder = folder("precision = \"bf16\"\ndeterministic = true");
+    let node = |number: usize| {
+        format!(
+            "[[node]]\nname = \"n{number}\"\nhost_memory = \"4 GiB\"\nnetwork = \"10 Gbit/s\"\n\
+             devices = [{{ kind = \"{kind}\", share = 0.25, memory = \"4 GiB\" }}]\n"
+        )
+    };
+    folder.write("fleet.toml", node(0) + &node(1));
+    let steps = ["--set", "train.steps=10"];
+    let alone = ["train", "job.toml", "--json", "--set", "checkpoint.to=alone"];
+    folder.shoal(&[&alone[..], &steps].concat()).succeeds();
+    for shape in ["mixed", "pipeline"] {
+        let run = format!("checkpoint.to={shape}");
+        let lab = ["lab", "fleet.toml", "job.toml", "--json", "--shape", shape, "--set", &run];
+        let told = folder.shoal(&[&lab[..], &steps].concat()).succeeds();
+        let told: serde_json::Value = serde_json::from_str(&told.stdout).unwrap();
+        eprintln!("{shape}: {told}");
+        assert_eq!((told["steps"].as_u64(), told["finished"].as_bool()), (Some(10), Some(true)), "{told}");
+        for device in told["devices"].as_array().unwrap() {
+            assert!(device["counted_bytes"].as_u64() <= device["predicted_bytes"].as_u64(), "{device}");
+        }
+        let [found, expected] = [shape, "alone"].map(|run| column(&metrics(&folder.join(run)), "loss"));
+        // Other micro-batches are other products in halves, whose roundings are of some thousandths.
+        assert_close(shape, &found, &expected, 1e-2);
     }
 }

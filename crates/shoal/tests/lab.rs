@@ -6,6 +6,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use shoal_kernels::CudaDevice;
 
 use common::{Folder, JOB, Outcome, column, metrics};
 
@@ -146,7 +147,29 @@ fn a_worker_that_freezes_is_named_and_nobody_hangs() {
 fn what_a_lab_cannot_do_it_says() {
     let folder = folder(2);
     let halves = lab(&folder, &["--set", "train.precision=bf16"]);
-    halves.fails(&["a lab of processors computes in fp32, the job in bf16"], "train.precision=fp32");
+    halves.fails(&["n0:0: the lab's processors compute in fp32, the job in bf16"], "train.precision=fp32");
     let table = lab(&folder, &["--table", "missing.json"]);
     table.fails(&["missing.json"], "check that the path exists");
+}
+
+#[test]
+fn shares_of_a_gpu_are_real_or_played_but_never_more_than_it() {
+    let folder = folder(3);
+    let share = |share: f64| {
+        let device = format!("{{ kind = \"H200\", share = {share}, memory");
+        folder.write("fleet.toml", fleet(3).replace("{ kind = \"V100\", memory", &device));
+    };
+    share(0.25);
+    let told = json(lab(&folder, &["--paced", "--set", "train.steps=3", "--shape", "mixed"]));
+    assert_eq!(told["steps"].as_u64(), Some(3));
+    let speeds = told["share_speeds"].as_array().unwrap();
+    assert_eq!(speeds, &["25 % of H200: 0.26 of H200 as estimated"]);
+    share(0.6);
+    lab(&folder, &["--shape", "mixed"]).fails(&["n0:0, n1:0, n2:0", "180 % of the one GPU"], "--paced");
+    if CudaDevice::count().is_ok_and(|count| count > 0) {
+        return;
+    }
+    share(0.25);
+    lab(&folder, &["--shape", "mixed"])
+        .fails(&["n0:0 is a share of a GPU", "none can be used here"], "shoal doctor");
 }

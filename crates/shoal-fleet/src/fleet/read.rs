@@ -25,7 +25,8 @@ const NODE_KEYS: &[&str] = &[
     "device_link",
     "host_link",
 ];
-const DEVICE_KEYS: &[&str] = &["kind", "count", "memory", "price", "on_demand_price", "spot", "host_link"];
+const DEVICE_KEYS: &[&str] =
+    &["kind", "share", "count", "memory", "price", "on_demand_price", "spot", "host_link"];
 const PRICE_KEYS: [&str; 2] = ["price", "on_demand_price"];
 const DISK_KEYS: &[&str] = &["size", "read", "write"];
 const LINKS_KEYS: &[&str] = &["zones", "zone_latency", "pair"];
@@ -236,13 +237,20 @@ fn devices(entry: &Section) -> Result<Vec<Device>> {
                 said.bad("kind", what, hint)
             }
         };
-        let memory = said.bytes("memory")?.or(known.and_then(|known| known.memory_bytes));
+        let share = said.percent("share")?;
+        if share.is_some() && known.is_some_and(|known| known.pcie_generation.is_none()) {
+            let hint = "leave it out: processors of one machine share its cores";
+            return Err(said.bad("share", "is set for a processor", hint));
+        }
+        let whole = known.and_then(|known| known.memory_bytes);
+        let part = |bytes: u64| share.map_or(bytes, |percent| bytes / 100 * u64::from(percent));
+        let memory = said.bytes("memory")?.or(whole.map(part));
         let own_link = said.link("host_link", COPY_LATENCY_SECONDS)?.or(host_link.clone());
         let host_link_stated = own_link.is_some();
         let link = own_link.or(known.map(|known| known.host_link()));
         let device = Device {
             name: String::new(),
-            kind: catalogue::name(kind),
+            kind: share.map_or_else(|| catalogue::name(kind), |share| catalogue::share_name(share, kind)),
             node: 0,
             memory_bytes: memory.ok_or_else(|| unknown("memory"))?,
             dollars_per_hour: said.dollars("price")?.unwrap_or(0.0),

@@ -106,6 +106,22 @@ impl<'a> Section<'a> {
         }
     }
 
+    /// A part of a whole, in whole hundredths.
+    pub fn percent(&self, key: &str) -> Result<Option<u32>> {
+        let hint = "set it to a part of one in hundredths, such as 0.25";
+        let part = match self.table.get(key) {
+            None => return Ok(None),
+            Some(Value::Float(part)) => *part,
+            Some(Value::Integer(part)) => *part as f64,
+            Some(other) => return Err(self.other_type(key, other, hint)),
+        };
+        let percent = (100.0 * part).round();
+        match (1.0..=100.0).contains(&percent) && (100.0 * part - percent).abs() < 1e-6 {
+            true => Ok(Some(percent as u32)),
+            false => Err(self.bad(key, format!("is {part}"), hint)),
+        }
+    }
+
     /// Dollars an hour.
     pub fn dollars(&self, key: &str) -> Result<Option<f64>> {
         let hint = "set it to dollars an hour, such as 2.5";

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use shoal_engine::{RunEvent, Traced};
-use shoal_fleet::Fleet;
+use shoal_fleet::{Fleet, catalogue};
 use shoal_model::{Chain, Precision};
 use shoal_net::identity::Authority;
 use shoal_plan::{Lane, Layout, Plan, Program, Purpose, compile_paced, verify_all};
@@ -21,6 +21,7 @@ use crate::error::{CliError, Result};
 use crate::fleet_plan::{FleetOptions, OnFleet, read_table};
 use crate::in_a_box::Workers;
 use crate::in_a_box::assignment::{Assignment, Network, Report, name_of};
+use crate::in_a_box::gpu::{self, Mps, Share};
 use crate::in_a_box::trace::{FORMAT, Trace};
 use crate::job::{Job, duration_text};
 use crate::machine;
@@ -88,10 +89,6 @@ const PLAYED_SECONDS: f64 = 5e-3;
 pub fn run(options: Options) -> Result {
     let job = Job::read(&options.job, &options.set)?;
     let chain = job.chain();
-    if job.precision != Precision::Fp32 {
-        let what = format!("a lab of processors computes in fp32, the job in {}", job.precision.name());
-        return Err(CliError::said(what, "add --set train.precision=fp32"));
-    }
     let positive = |value: f64| value.is_finite() && value > 0.0;
     if !positive(options.deadline) || options.stretch.is_some_and(|stretch| !positive(stretch)) {
         return Err(CliError::said(
@@ -101,6 +98,9 @@ pub fn run(options: Options) -> Result {
     }
     let stop = stop_on_signals()?;
     let planned = Prepared::new(&options, &job, &chain)?;
+    planned.assert_computes(job.precision)?;
+    let shares = planned.shares();
+    gpu::prepare(&shares, &job)?;
     let known = Known::read(&job)?;
     let chosen = json!({"plan": planned.plan.id()});
     let folder = RunFolder::open(&job, known, chosen, options.stop_at, options.json)?;
@@ -113,7 +113,10 @@ pub fn run(options: Options) -> Result {
         eprintln!("{}", planned.banner(&job, resumed));
     }
     let leader = planned.leader();
-    let mut workers = Workers::start(&lab, &assignments)?;
+    // One whole GPU needs nobody to divide it. The server is ended after its clients.
+    let divided = shares.iter().any(|share| share.percent < 100);
+    let mps = divided.then(|| Mps::start(&lab)).transpose()?;
+    let mut workers = Workers::start(&lab, &assignments, mps.as_ref())?;
     let mut progress = Progress::new(job.steps, resumed.unwrap_or(0), options.json);
     let (mut steps, mut loss, mut seconds, mut end) = (resumed.unwrap_or(0), None, Vec::new(), None);
     let mut memory = BTreeMap::new();
@@ -170,6 +173,8 @@ struct Prepared {
     forecast: Vec<u64>,
     /// Of each played device, seconds by instruction.
     pace: Vec<Option<Vec<f64>>>,
+    /// Of each device that is a share of the GPU here, in hundredths.
+    gpu_percent: Vec<Option<u32>>,
     stretch: f64,
     members: Vec<usize>,
 }
@@ -195,17 +200,54 @@ impl Prepared {
         let predicted = simulate(&programs, &layout, &world, Settings::default())?.seconds;
         let forecast =
             programs.iter().map(|program| shoal_plan::memory::forecast_in(program, &layout).total());
+        let gpu_percent = |program: &Program| {
+            let share = catalogue::share_of(&on.fleet.devices[program.device].kind);
+            share.filter(|_| !options.paced).map(|(percent, _)| percent)
+        };
+        let gpu_percent: Vec<Option<u32>> = programs.iter().map(gpu_percent).collect();
         let played = |program: &Program| {
             let kind = on.fleet.devices[program.device].kind.as_str();
             // A processor like this one, as a profile names it, or any.
-            let here = [shoal_fleet::catalogue::CPU, &machine::processor()].contains(&kind);
+            let here = gpu_percent[program.device].is_some()
+                || [catalogue::CPU, &machine::processor()].contains(&kind);
             (options.paced || !here).then(|| durations(program, &world))
         };
         let pace: Vec<Option<Vec<f64>>> = programs.iter().map(played).collect();
         let forecast = forecast.collect();
         let members = layout.members().to_vec();
         let stretch = options.stretch.unwrap_or_else(|| stretch_of(&pace));
-        Ok(Prepared { predicted, forecast, pace, stretch, members, programs, plan, on })
+        Ok(Prepared { predicted, forecast, pace, gpu_percent, stretch, members, programs, plan, on })
+    }
+
+    /// The devices that take part as shares of the GPU here.
+    fn shares(&self) -> Vec<Share<'_>> {
+        let share = |index: &usize| {
+            let percent = self.gpu_percent[*index]?;
+            let (_, whole) = catalogue::share_of(&self.on.fleet.devices[*index].kind)?;
+            Some(Share { name: &self.plan.devices[*index].name, percent, whole })
+        };
+        self.members.iter().filter_map(share).collect()
+    }
+
+    /// Processors compute in fp32 alone, whichever device they play.
+    fn assert_computes(&self, precision: Precision) -> Result {
+        let processor = self.members.iter().find(|index| self.gpu_percent[**index].is_none());
+        let Some(processor) = processor.filter(|_| precision != Precision::Fp32) else { return Ok(()) };
+        let name = &self.plan.devices[*processor].name;
+        let what = format!("{name}: the lab's processors compute in fp32, the job in {}", precision.name());
+        Err(CliError::said(what, "add --set train.precision=fp32, or give every device a share of a GPU"))
+    }
+
+    /// How it is known how fast each kind of share is.
+    fn speeds(&self) -> Vec<String> {
+        let costs = &self.on.costs;
+        let shares = self.on.fleet.kinds().into_iter().filter(|kind| catalogue::share_of(kind).is_some());
+        let speed = |kind: &str| match (costs.scaled(kind), costs.estimated(kind)) {
+            (None, _) => format!("{kind}: as measured"),
+            (Some((whole, rate)), false) => format!("{kind}: {rate:.2} of {whole} as measured"),
+            (Some((whole, rate)), true) => format!("{kind}: {rate:.2} of {whole} as estimated"),
+        };
+        shares.map(speed).collect()
     }
 
     fn leader(&self) -> usize {
@@ -214,13 +256,17 @@ impl Prepared {
 
     fn banner(&self, job: &Job, resumed: Option<u64>) -> String {
         let played = self.pace.iter().filter(|pace| pace.is_some()).count();
-        let real = self.members.len() - played.min(self.members.len());
+        let shares = self.shares().len();
+        let real = self.members.len().saturating_sub(played + shares);
+        let shares = if shares > 0 { format!("{shares} shares of the GPU here, ") } else { String::new() };
+        let speeds = self.speeds();
+        let speeds = speeds.iter().map(|speed| format!("\n  speed    {speed}")).collect::<String>();
         let slower =
             if self.stretch > 1.0 { format!(", {:.0} times slower", self.stretch) } else { String::new() };
         [
             format!("shoal {} · {} in the lab", env!("CARGO_PKG_VERSION"), job.name),
             format!(
-                "  fleet    {} devices, {real} of them processors here, {played} played{slower}",
+                "  fleet    {} devices, {shares}{real} of them processors here, {played} played{slower}{speeds}",
                 self.plan.devices.len()
             ),
             format!(
@@ -277,6 +323,7 @@ impl Prepared {
                 program: program.clone(),
                 leads: rank == self.leader(),
                 checkpoint,
+                gpu_percent: self.gpu_percent[rank],
                 threads: match self.pace[rank] {
                     Some(_) => 1,
                     None => job.threads.unwrap_or((machine::cores() / real).max(1)),
@@ -331,7 +378,7 @@ impl Prepared {
                     "run": job.run_folder, "plan_id": self.plan.id(), "steps": outcome.steps, "loss": outcome.loss,
                     "finished": outcome.finished, "stretch": self.stretch, "predicted_seconds": predicted,
                     "measured_seconds": outcome.measured, "prediction_off": off,
-                    "devices": devices.collect::<Vec<_>>(),
+                    "devices": devices.collect::<Vec<_>>(), "share_speeds": self.speeds(),
                 })
             );
             return;

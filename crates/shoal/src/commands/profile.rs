@@ -15,6 +15,7 @@ use shoal_plan::{Op, PlanError};
 
 use super::trial::{DeviceOptions, ModelOptions, Trial, TrialSettings, median};
 use crate::error::{CliError, Result};
+use crate::in_a_box::gpu::percent_here;
 use crate::job::bytes_text;
 
 #[derive(clap::Args)]
@@ -84,7 +85,9 @@ pub fn run(options: Options) -> Result {
         return Err(CliError::said(what, "give it more with --memory, or take fewer --samples"));
     }
     let samples = measured.samples.clone();
-    let kind = catalogue::name(device.kind());
+    let share = device.gpu.as_ref().and_then(|_| percent_here());
+    let kind = share
+        .map_or_else(|| catalogue::name(device.kind()), |share| catalogue::share_name(share, device.kind()));
     let links = vec![links::host(&*device.open(options.precision, false)?, &kind)?, links::processes()?];
     for LinkProfile { scope, kind, link } in &links {
         let (rate, latency) = (link.bytes_per_second / 1e9, 1e6 * link.seconds_latency);

@@ -15,10 +15,10 @@ use shoal_net::{Endpoint, Fabric, Security, connect};
 use shoal_plan::Layout;
 use shoal_state::checkpoint::Store;
 
-use crate::assemble;
+use crate::assemble::{self, LocalDevice};
 use crate::error::{CliError, Result};
 use crate::in_a_box::assignment::{Assignment, Network, Order, Report, name_of};
-use crate::job::Job;
+use crate::job::{DeviceChoice, Job};
 use crate::run_folder::{data_folder, store_folder};
 
 #[derive(clap::Args)]
@@ -138,8 +138,12 @@ fn executor(assignment: &Assignment, job: &Job, chain: &Chain, fabric: Arc<Fabri
     let row = &plan.devices[index];
     let host_name = format!("host of {}", row.name);
     let host_budget = assignment.host_bytes + CpuDevice::workspace_bytes(assignment.threads);
+    let device = match assignment.gpu_percent {
+        Some(_) => LocalDevice::choose(DeviceChoice::Cuda, Some(row.budget_bytes), Some(assignment.threads))?,
+        None => LocalDevice::new(Some(row.budget_bytes), Some(assignment.threads)),
+    };
     let tiers = Tiers {
-        device: Arc::new(CpuDevice::new(&row.name, assignment.threads, row.budget_bytes)?),
+        device: device.open_as(&row.name, job.precision, job.deterministic)?,
         host: Arc::new(CpuDevice::new(&host_name, assignment.threads, host_budget)?),
         disk: assignment.folder.clone().into(),
     };

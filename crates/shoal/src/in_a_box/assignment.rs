@@ -22,6 +22,8 @@ pub struct Assignment {
     pub leads: bool,
     /// The checkpoint to go on from.
     pub checkpoint: Option<u64>,
+    /// Hundredths of the GPU here that are its own; none where it is a processor, or played by one.
+    pub gpu_percent: Option<u32>,
     pub threads: usize,
     pub host_bytes: u64,
     /// Where it may keep files of its own.

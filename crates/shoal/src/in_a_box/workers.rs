@@ -9,6 +9,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use super::assignment::{Assignment, Order, Report};
+use super::gpu::Mps;
 use crate::error::{CliError, Result};
 
 /// How long a worker may take to begin.
@@ -36,8 +37,9 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// Starts a process for each assignment; they are told of each other.
-    pub fn start(folder: &Path, assignments: &[Assignment]) -> Result<Workers> {
+    /// Starts a process for each assignment; they are told of each other. Those with a share of the GPU are clients of
+    /// the server.
+    pub fn start(folder: &Path, assignments: &[Assignment], mps: Option<&Mps>) -> Result<Workers> {
         let program = std::env::current_exe().map_err(CliError::at(folder))?;
         let (say, heard) = channel();
         let mut workers = Workers { all: Vec::new(), heard };
@@ -48,14 +50,13 @@ impl Workers {
             std::fs::write(&path, text).map_err(CliError::at(&path))?;
             let log = folder.join(format!("worker-{rank}.log"));
             let errors = File::create(&log).map_err(CliError::at(&log))?;
-            let mut child = Command::new(&program)
-                .arg("worker")
-                .arg(&path)
-                .stdin(Stdio::piped())
-                .stdout(Stdio::piped())
-                .stderr(errors)
-                .spawn()
-                .map_err(CliError::at(&program))?;
+            let mut command = Command::new(&program);
+            command.arg("worker").arg(&path);
+            command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(errors);
+            if let (Some(mps), Some(percent)) = (mps, assignment.gpu_percent) {
+                mps.admit(&mut command, percent);
+            }
+            let mut child = command.spawn().map_err(CliError::at(&program))?;
             let (orders, answers) = (child.stdin.take(), child.stdout.take());
             let name = assignment.plan.devices[rank].name.clone();
             workers.all.push(Worker { name, child, orders, log, ended: None });
