@@ -9,6 +9,7 @@ mod pieces;
 mod replay;
 mod step;
 mod tiers;
+mod transfers;
 mod walk;
 
 use std::collections::HashMap;

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use shoal_kernels::{Arena, CpuDevice, Device, Tensor};
+use shoal_kernels::{Arena, CpuDevice, Device, Mark, Tensor};
 use shoal_model::{Chain, Precision, TensorSpec};
 use shoal_nn::layer::element;
 use shoal_nn::{GradientSum, OptimizerSettings, init};
@@ -291,10 +291,12 @@ impl ModelState {
                 held.slices.iter_mut().try_for_each(|slice| slice.set(tiers, 0, &values))?;
                 if let Some(copy) = &mut held.copy {
                     let element = copy.element();
-                    tiers
-                        .device
-                        .write_bytes(copy, 0..values.len(), &mut |out| element.write(&values, out))?;
-                    zero_rest(&*tiers.device, copy, values.len())?;
+                    let mark = tiers.device.mark()?;
+                    tiers.device.write_bytes(&mark, copy, 0..values.len(), &mut |at, out| {
+                        let first = at / element.bytes();
+                        element.write(&values[first..first + out.len() / element.bytes()], out);
+                    })?;
+                    zero_rest(&*tiers.device, &mark, copy, values.len())?;
                 }
                 let states = if held.slices.is_empty() { &[][..] } else { states };
                 for (number, role) in states.iter().enumerate() {
@@ -442,10 +444,10 @@ pub(crate) fn gradient_room(
 }
 
 /// Clears what stands in a copy past the parameters: rows that only round its length up.
-pub(crate) fn zero_rest(device: &dyn Device, copy: &mut Tensor, elements: usize) -> Result {
+pub(crate) fn zero_rest(device: &dyn Device, after: &Mark, copy: &mut Tensor, elements: usize) -> Result {
     let rest = elements..copy.len();
     if !rest.is_empty() {
-        device.write_bytes(copy, rest, &mut |out| out.fill(0))?;
+        device.write_bytes(after, copy, rest, &mut |_, out| out.fill(0))?;
     }
     Ok(())
 }

@@ -16,7 +16,10 @@ use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
 use shoal_plan::draw::{self, Draw};
 use shoal_plan::memory::forecast_in;
 use shoal_plan::one_device::table;
-use shoal_plan::{Activations, DeviceOffer, Layout, Plan, Program, Purpose, StepShape, compile, verify_all};
+use shoal_plan::{
+    Activations, DeviceOffer, Holder, Layout, Plan, Program, Purpose, Residence, StepShape, compile,
+    verify_all,
+};
 
 const HOST_BYTES: u64 = 256 << 20;
 const STEPS: u64 = 12;
@@ -263,6 +266,58 @@ fn any_table_trains_the_same_model_on_a_gpu() {
         return;
     }
     compare(cases(60), On::Gpu, TOLERANCE_GPU);
+}
+
+/// One device that keeps nothing of a model: its parameters come from the host for each use, its gradients go there, and the
+/// host's optimizer updates them. The losses, and those of the same micro-batches with everything in the device's memory.
+fn spilled(precision: Precision, on: On) -> [Vec<f64>; 2] {
+    let mut draw = Draw::new(7);
+    let (chain, sequence) = loop {
+        let (chain, sequence) = draw::model(&mut draw);
+        // Statistics that run along would be kept on the host too, where nothing of interest happens to them.
+        if chain.image.is_none() && !chain.padded {
+            break (chain, sequence);
+        }
+    };
+    let shape = StepShape { precision, ..draw::step(&mut draw, sequence) };
+    let budget_bytes = HOST_BYTES + on.workspace_bytes();
+    let offer = DeviceOffer {
+        name: "spilled".into(),
+        budget_bytes,
+        workspace_bytes: on.workspace_bytes(),
+        rows_enough: CpuDevice::ROWS_ENOUGH,
+    };
+    let mut plan = table(&chain, shape, &offer, shape.global_batch, Activations::Keep, false);
+    for row in &mut plan.tensors {
+        row.gradient.iter_mut().chain(&mut row.optimizer).for_each(|held| held.holder = Holder::Host(0));
+        row.compute_copies.iter_mut().for_each(|copy| copy.residence = Residence::Fetched);
+    }
+    let disk = tempfile::tempdir().unwrap();
+    [together(&plan, &chain, disk.path(), on).remove(0), alone(&chain, shape, on)]
+}
+
+#[test]
+fn a_model_on_the_host_trains_as_one_on_the_device() {
+    let [spilled, alone] = spilled(Precision::Fp32, On::Processor);
+    // The same operations on the same numbers, wherever they lie.
+    assert_eq!(spilled, alone);
+}
+
+#[test]
+fn a_model_on_the_host_trains_as_one_on_a_gpu() {
+    /// The two optimizers round otherwise, and a parameter between two halves may then go to the other.
+    const TOLERANCE_HALVES: f64 = 2e-3;
+    if !CudaDevice::count().is_ok_and(|count| count > 0) {
+        eprintln!("skipped: there is no GPU");
+        return;
+    }
+    for (precision, tolerance) in [(Precision::Fp32, TOLERANCE_GPU), (Precision::Bf16, TOLERANCE_HALVES)] {
+        let [spilled, alone] = spilled(precision, On::Gpu);
+        for (step, (loss, expected)) in spilled.iter().zip(&alone).enumerate() {
+            let off = (loss - expected).abs() / expected.abs();
+            assert!(off <= tolerance, "{precision:?}: step {step}: {loss}, alone {expected}");
+        }
+    }
 }
 
 #[test]

@@ -355,6 +355,27 @@ pub struct Stamp {
     pub(crate) mark: u64,
 }
 
+/// A place in the order of what a device is asked for: see [`Device::mark`]. One by default where it is done as soon as it
+/// is asked.
+#[derive(Clone, Default)]
+pub struct Mark(Option<Arc<dyn Place>>);
+
+/// What a device knows a mark by.
+pub(crate) trait Place: Send + Sync {
+    fn wait(&self) -> Result;
+}
+
+impl Mark {
+    pub(crate) fn at(place: Arc<dyn Place>) -> Mark {
+        Mark(Some(place))
+    }
+
+    /// Waits until the device has come there.
+    pub(crate) fn wait(&self) -> Result {
+        self.0.as_ref().map_or(Ok(()), |place| place.wait())
+    }
+}
+
 /// A scalar is a tensor of two elements holding one f64: losses and norms stay on the device until someone
 /// asks for them.
 pub const SCALAR_ELEMENTS: usize = 2;
@@ -443,16 +464,42 @@ pub trait Device: Convolutional + Send + Sync {
     /// The tensor's numbers where the host can read them: in place, or as a copy.
     fn host_floats<'a>(&self, tensor: &'a Tensor) -> Result<Cow<'a, [f32]>>;
 
-    /// The bytes of some of the tensor's elements where the host can read them: in place, or as a copy.
-    fn host_bytes<'a>(&self, tensor: &'a Tensor, elements: Range<usize>) -> Result<Cow<'a, [u8]>>;
+    /// The place that what was asked so far ends at. Bytes are copied beside what is computed, and wait for this much of
+    /// it: all that uses their memory must have been asked before.
+    fn mark(&self) -> Result<Mark> {
+        Ok(Mark::default())
+    }
 
-    /// Lets `fill` write the bytes of some of the tensor's elements: in place where the memory is the host's, else
-    /// through a buffer that is copied over.
+    /// The bytes of some of the tensor's elements where the host can read them: in place, or as a copy.
+    fn host_bytes<'a>(
+        &self,
+        after: &Mark,
+        tensor: &'a Tensor,
+        elements: Range<usize>,
+    ) -> Result<Cow<'a, [u8]>>;
+
+    /// Hands the bytes of some of the tensor's elements to `take`: all of them in place where the memory is the host's,
+    /// else piece by piece, each with the place of its first byte, while the next ones come over.
+    fn read_bytes(
+        &self,
+        after: &Mark,
+        tensor: &Tensor,
+        elements: Range<usize>,
+        take: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result {
+        take(0, &self.host_bytes(after, tensor, elements)?);
+        Ok(())
+    }
+
+    /// Lets `fill` write the bytes of some of the tensor's elements: all of them in place where the memory is the host's,
+    /// else piece by piece, each with the place of its first byte, while the ones before go over. It must not wait for
+    /// anything else that is copied to the device. When this returns they are there.
     fn write_bytes(
         &self,
+        after: &Mark,
         tensor: &mut Tensor,
         elements: Range<usize>,
-        fill: &mut dyn FnMut(&mut [u8]),
+        fill: &mut dyn FnMut(usize, &mut [u8]),
     ) -> Result;
 
     fn write_integers(&self, tensor: &mut Tensor, values: &[i32]) -> Result;

@@ -49,7 +49,8 @@ impl Element {
     }
 }
 
-fn bf16_bits(value: f32) -> u16 {
+#[inline(always)]
+pub(crate) fn bf16_bits(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {
         // The bit set keeps it a NaN, whatever the lower half held.
@@ -58,7 +59,8 @@ fn bf16_bits(value: f32) -> u16 {
     ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
 }
 
-fn f16_bits(value: f32) -> u16 {
+#[inline(always)]
+pub(crate) fn f16_bits(value: f32) -> u16 {
     let sign = (value.to_bits() >> 16) as u16 & 0x8000;
     let size = value.to_bits() & 0x7fff_ffff;
     let rounded = if value.is_nan() {

@@ -25,7 +25,7 @@ pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;
 pub use device::{
     AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
-    Mat, MatMut, NormKind, Pass, PatchShape, Sgd, Stamp, Updated,
+    Mark, Mat, MatMut, NormKind, Pass, PatchShape, Sgd, Stamp, Updated,
 };
 pub use memory::{Arena, MemoryError};
 pub use tensor::{Element, Tensor};

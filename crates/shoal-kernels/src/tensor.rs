@@ -98,6 +98,11 @@ impl Tensor {
         self.block.start() as u64
     }
 
+    /// Whether the host may read and write it where it lies.
+    pub fn is_on_host(&self) -> bool {
+        self.block.on_host()
+    }
+
     /// The first element's address, on whichever device it is.
     pub(crate) fn address(&self) -> *mut u8 {
         self.block.start()

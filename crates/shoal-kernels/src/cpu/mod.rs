@@ -23,6 +23,7 @@ mod optimizer;
 mod pixels;
 mod reach;
 mod rotary;
+mod round;
 mod tile;
 mod vector;
 

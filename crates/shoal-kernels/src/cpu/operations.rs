@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::CpuDevice;
 use crate::device::{
     AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
-    Mat, MatMut, NormKind, PatchShape, Result, Sgd, Sum, Updated,
+    Mark, Mat, MatMut, NormKind, PatchShape, Result, Sgd, Sum, Updated,
 };
 use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
@@ -80,17 +80,23 @@ impl Device for CpuDevice {
         Ok(Cow::Borrowed(tensor.floats()))
     }
 
-    fn host_bytes<'a>(&self, tensor: &'a Tensor, elements: Range<usize>) -> Result<Cow<'a, [u8]>> {
+    fn host_bytes<'a>(
+        &self,
+        _after: &Mark,
+        tensor: &'a Tensor,
+        elements: Range<usize>,
+    ) -> Result<Cow<'a, [u8]>> {
         Ok(Cow::Borrowed(tensor.bytes_of(elements)))
     }
 
     fn write_bytes(
         &self,
+        _after: &Mark,
         tensor: &mut Tensor,
         elements: Range<usize>,
-        fill: &mut dyn FnMut(&mut [u8]),
+        fill: &mut dyn FnMut(usize, &mut [u8]),
     ) -> Result {
-        fill(tensor.bytes_of_mut(elements));
+        fill(0, tensor.bytes_of_mut(elements));
         Ok(())
     }
 

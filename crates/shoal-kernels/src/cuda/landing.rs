@@ -15,7 +15,7 @@ const SCALARS: usize = 64;
 const INTEGERS: usize = 1 << 20;
 
 /// Pinned host memory.
-struct Pinned<T> {
+pub(super) struct Pinned<T> {
     context: Arc<Context>,
     start: *mut T,
 }
@@ -24,13 +24,17 @@ struct Pinned<T> {
 unsafe impl<T: Send> Send for Pinned<T> {}
 
 impl<T: Copy> Pinned<T> {
-    fn new(context: Arc<Context>, elements: usize) -> Result<Pinned<T>> {
+    pub(super) fn new(context: Arc<Context>, elements: usize) -> Result<Pinned<T>> {
         context.enter()?;
         let mut start = std::ptr::null_mut();
         // SAFETY: writes one address.
         let result = unsafe { sys::cuMemAllocHost_v2(&mut start, elements * size_of::<T>()) };
         context.check("cuMemAllocHost", result)?;
         Ok(Pinned { context, start: start.cast() })
+    }
+
+    pub(super) fn start(&self) -> *mut T {
+        self.start
     }
 }
 

@@ -11,6 +11,7 @@
 //!   in [`operations`].
 //! - [`convolution`]: convolutions by [`cudnn`], or by products of gathered rows; [`pixels`]: what else is done
 //!   to images.
+//! - [`copies`]: bytes to and from the host's memory, beside what is computed.
 //! - [`landing`]: where scalars are read and integers sent.
 //! - [`passes`]: what is done again and again, started at once.
 //! - [`profile`]: how long each kernel takes, where someone asks.
@@ -24,6 +25,7 @@ mod attention;
 mod compile;
 mod context;
 mod convolution;
+mod copies;
 mod cudnn;
 mod embedding;
 mod flash;
@@ -47,6 +49,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use context::Context;
 pub use context::GpuFacts;
+use copies::Copies;
 use cudnn::Cudnn;
 use landing::{Departure, Landing};
 use launch::{Grid, Kernels, THREADS};
@@ -93,6 +96,7 @@ pub struct CudaDevice {
     landing: Mutex<Landing>,
     departure: Mutex<Departure>,
     passes: Passes,
+    copies: Copies,
     context: Arc<Context>,
 }
 
@@ -190,6 +194,7 @@ impl CudaDevice {
             landing: Mutex::new(Landing::new(context.clone())?),
             departure: Mutex::new(Departure::new(context.clone())?),
             passes: Passes::default(),
+            copies: Copies::new(context.clone()),
             arena,
             kernels,
             blas,

@@ -6,10 +6,10 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
 use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, launch, piece};
-use super::{CudaDevice, element_of};
+use super::{CudaDevice, copies, element_of};
 use crate::device::{
     AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
-    Mat, MatMut, NormKind, Pass, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Span, Stamp, Sum, Updated,
+    Mark, Mat, MatMut, NormKind, Pass, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Span, Stamp, Sum, Updated,
 };
 use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
@@ -171,25 +171,45 @@ impl Device for CudaDevice {
         Ok(Cow::Owned(halves.into_iter().map(|bits| element.decode(bits)).collect()))
     }
 
-    fn host_bytes<'a>(&self, tensor: &'a Tensor, elements: Range<usize>) -> Result<Cow<'a, [u8]>> {
-        assert!(elements.start <= elements.end && elements.end <= tensor.len());
-        let mut bytes = vec![0u8; elements.len() * tensor.element().bytes()];
-        // SAFETY: the tensor is that long.
-        unsafe { self.context.copy_out(&mut bytes, tensor.at(elements.start).0) }?;
+    fn mark(&self) -> Result<Mark> {
+        copies::mark(&self.context)
+    }
+
+    fn host_bytes<'a>(
+        &self,
+        after: &Mark,
+        tensor: &'a Tensor,
+        elements: Range<usize>,
+    ) -> Result<Cow<'a, [u8]>> {
+        let mut bytes = Vec::with_capacity(elements.len() * tensor.element().bytes());
+        self.read_bytes(after, tensor, elements, &mut |_, piece| bytes.extend_from_slice(piece))?;
         Ok(Cow::Owned(bytes))
+    }
+
+    fn read_bytes(
+        &self,
+        after: &Mark,
+        tensor: &Tensor,
+        elements: Range<usize>,
+        take: &mut dyn FnMut(usize, &[u8]),
+    ) -> Result {
+        assert!(elements.start <= elements.end && elements.end <= tensor.len());
+        let bytes = elements.len() * tensor.element().bytes();
+        // SAFETY: the tensor is that long, and borrowed: nothing is asked of the device that writes it.
+        unsafe { self.copies.read(after, tensor.at(elements.start).0, bytes, take) }
     }
 
     fn write_bytes(
         &self,
+        after: &Mark,
         tensor: &mut Tensor,
         elements: Range<usize>,
-        fill: &mut dyn FnMut(&mut [u8]),
+        fill: &mut dyn FnMut(usize, &mut [u8]),
     ) -> Result {
         assert!(elements.start <= elements.end && elements.end <= tensor.len());
-        let mut bytes = vec![0u8; elements.len() * tensor.element().bytes()];
-        fill(&mut bytes);
-        // SAFETY: the tensor is that long and ours to write.
-        unsafe { self.context.copy_in(tensor.at(elements.start).0, &bytes) }
+        let bytes = elements.len() * tensor.element().bytes();
+        // SAFETY: the tensor is that long, and ours to write: what was asked of it before is over after the mark.
+        unsafe { self.copies.write(after, tensor.at(elements.start).0, bytes, fill) }
     }
 
     fn write_integers(&self, tensor: &mut Tensor, values: &[i32]) -> Result {

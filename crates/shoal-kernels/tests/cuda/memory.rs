@@ -1,7 +1,7 @@
 //! Memory on the GPU: every byte counted, every byte given back, and errors that name who asked.
 
 use shoal_kernels::device::DeviceError;
-use shoal_kernels::{CudaDevice, Device, MemoryError, Tensor};
+use shoal_kernels::{Convolutional, CudaDevice, Device, Mat, MemoryError, Tensor};
 
 use crate::{gpu, read};
 
@@ -66,4 +66,72 @@ fn a_gpu_that_is_not_there_is_named() {
             | DeviceError::Driver { .. }
     );
     assert!(named, "{error:?}");
+}
+
+/// Bytes there and back: of one piece, of parts of pieces and of more than are under way at a time, of some elements and
+/// of all; what lies around stays.
+#[test]
+fn bytes_go_over_and_come_back() {
+    let Some(device) = gpu() else { return };
+    let byte = |at: usize| (at.wrapping_mul(2_654_435_761) >> 7) as u8;
+    for elements in [1usize, 1000, (8 << 20) / 4, (8 << 20) / 4 + 1, (70 << 20) / 4 + 3] {
+        let mut tensor = Tensor::new(device.arena(), "a test", elements).unwrap();
+        device.zero(&mut tensor).unwrap();
+        let some = elements / 3..elements - elements / 5;
+        let mark = device.mark().unwrap();
+        let (mut filled, length) = (0, 4 * some.len());
+        device
+            .write_bytes(&mark, &mut tensor, some.clone(), &mut |at, out| {
+                assert_eq!(at, filled);
+                filled += out.len();
+                out.iter_mut().enumerate().for_each(|(place, out)| *out = byte(at + place));
+            })
+            .unwrap();
+        assert_eq!(filled, length);
+        let back = device.host_bytes(&mark, &tensor, some.clone()).unwrap();
+        assert!(back.iter().enumerate().all(|(at, found)| *found == byte(at)), "{elements} elements");
+        let whole = device.host_bytes(&mark, &tensor, 0..elements).unwrap();
+        let (before, after) = (&whole[..4 * some.start], &whole[4 * some.end..]);
+        assert!(before.iter().chain(after).all(|byte| *byte == 0), "{elements} elements");
+    }
+}
+
+/// What was asked before the mark has happened, and kernels that come after it see what was written; on many threads at
+/// once, whose memory the arena hands from one to the other.
+#[test]
+fn copies_wait_for_what_was_asked_before_them() {
+    let Some(device) = gpu() else { return };
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            scope.spawn(move || {
+                for round in 0..20 {
+                    let elements = 3_000_000 + 70_000 * thread;
+                    let value = (100 * thread + round) as f32;
+                    let mut x = Tensor::new(device.arena(), "a test", elements).unwrap();
+                    let mut sum = Tensor::new(device.arena(), "a test", elements).unwrap();
+                    // What is still queued for this memory must not come after the copy.
+                    for _ in 0..20 {
+                        device.zero(&mut x).unwrap();
+                    }
+                    let mark = device.mark().unwrap();
+                    device
+                        .write_bytes(&mark, &mut x, 0..elements, &mut |_, out| {
+                            out.chunks_exact_mut(4).for_each(|out| out.copy_from_slice(&value.to_ne_bytes()));
+                        })
+                        .unwrap();
+                    let rows = Mat::new(&x, 1, elements);
+                    device.add_scaled(2.0, rows, (&mut sum, false)).unwrap();
+                    let mark = device.mark().unwrap();
+                    let mut right = 0;
+                    let wanted = (2.0 * value).to_ne_bytes();
+                    device
+                        .read_bytes(&mark, &sum, 0..elements, &mut |_, bytes| {
+                            right += bytes.chunks_exact(4).filter(|found| *found == wanted).count();
+                        })
+                        .unwrap();
+                    assert_eq!(right, elements, "thread {thread}, round {round}");
+                }
+            });
+        }
+    });
 }

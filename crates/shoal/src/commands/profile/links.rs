@@ -9,14 +9,17 @@ use std::time::Instant;
 
 use shoal_fleet::Link;
 use shoal_fleet::profile::{LinkProfile, LinkScope};
-use shoal_kernels::{Device, Tensor};
+use shoal_kernels::{CpuDevice, Device, Element, Tensor};
 use shoal_net::{Endpoint, Fabric, Security, Settings, Tag, connect};
 
 use super::super::trial::median;
 use crate::error::{CliError, Result};
+use crate::machine;
 
 /// Bytes of a message.
 const SIZES: [usize; 7] = [1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 25];
+/// Of a copy to the device and back: as long as a large layer's parameters.
+const LARGEST_COPY: usize = 1 << 27;
 /// Times that each is sent; the median counts.
 const ROUNDS: usize = 7;
 /// What the two processes call what they do: they know of no other.
@@ -25,20 +28,23 @@ const FABRIC: u128 = 0x6c69_6e6b;
 /// Between a device and the host's memory, there and back.
 pub fn host(device: &dyn Device, kind: &str) -> Result<LinkProfile> {
     let mut by_size = Vec::new();
-    for bytes in SIZES {
+    // As training copies: by all threads.
+    let host = CpuDevice::new("host", machine::cores(), CpuDevice::workspace_bytes(machine::cores()))?;
+    for bytes in SIZES.into_iter().chain([LARGEST_COPY]) {
+        let mut message = vec![1u8; bytes];
         let mut tensor = Tensor::new(device.arena(), "what is copied to and fro", bytes / 4)?;
-        let message = vec![1u8; bytes];
         let mut seconds = Vec::new();
         for _ in 0..ROUNDS {
             device.wait()?;
             let started = Instant::now();
-            device.write_bytes(&mut tensor, 0..bytes / 4, &mut |out| out.copy_from_slice(&message))?;
-            device.wait()?;
-            let there = device.host_bytes(&tensor, 0..bytes / 4)?;
-            // Where the host reads in place, it has read nothing yet.
-            let back = there.to_vec();
+            let (mark, all) = (device.mark()?, 0..bytes / 4);
+            device.write_bytes(&mark, &mut tensor, all.clone(), &mut |at, out| {
+                host.round(&message[at..at + out.len()], Element::F32, out);
+            })?;
+            device.read_bytes(&mark, &tensor, all, &mut |at, piece| {
+                host.round(piece, Element::F32, &mut message[at..at + piece.len()]);
+            })?;
             seconds.push(started.elapsed().as_secs_f64() / 2.0);
-            assert_eq!(back.len(), bytes);
         }
         by_size.push((bytes as u64, bytes as f64 / median(&mut seconds)));
     }
