@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::fate::Fate;
-use crate::link::{IncomingEnd, Link, OutgoingEnd};
+use crate::link::{IncomingEnd, Link, Meanwhile, OutgoingEnd};
 use crate::local::{LocalLink, World};
 use crate::pace::{Egress, Pacer};
 use crate::settings::Settings;
@@ -249,20 +249,35 @@ pub struct Incoming<'a> {
 impl Incoming<'_> {
     /// The next bytes, into the caller's memory.
     pub fn read(&mut self, into: &mut [u8]) -> Result<()> {
+        self.read_meanwhile(into, &mut || false)
+    }
+
+    /// The same for a caller that has other things to do before it waits.
+    pub(crate) fn read_meanwhile(&mut self, into: &mut [u8], meanwhile: Meanwhile) -> Result<()> {
         if !self.message.take(into.len())? {
             return Ok(());
         }
-        let result = self.end.read(into);
+        let result = self.end.read(into, meanwhile);
         self.message.note(into.len(), result)
     }
 
     /// The next bytes, shown in pieces as they come. A piece ends where a write of the sender ended, or at a multiple of
     /// four bytes.
-    pub fn read_with(&mut self, length: usize, mut each: impl FnMut(&[u8])) -> Result<()> {
+    pub fn read_with(&mut self, length: usize, each: impl FnMut(&[u8])) -> Result<()> {
+        self.read_with_meanwhile(length, each, &mut || false)
+    }
+
+    /// The same for a caller that has other things to do before it waits.
+    pub(crate) fn read_with_meanwhile(
+        &mut self,
+        length: usize,
+        mut each: impl FnMut(&[u8]),
+        meanwhile: Meanwhile,
+    ) -> Result<()> {
         if !self.message.take(length)? {
             return Ok(());
         }
-        let result = self.end.read_with(length, &mut each);
+        let result = self.end.read_with(length, &mut each, meanwhile);
         self.message.note(length, result)
     }
 }

@@ -31,10 +31,14 @@ pub trait OutgoingEnd: Send {
     fn flush(&mut self) -> Result<()>;
 }
 
+/// What a receiver has to do while nothing has come: does some of it, and says whether there was anything to do. As long as
+/// there was, the receiver looks again before it waits.
+pub type Meanwhile<'a> = &'a mut dyn FnMut() -> bool;
+
 /// The receiving end of one message. The fabric has checked that reads do not pass its length.
 pub trait IncomingEnd: Send {
     /// The next bytes, straight into the caller's memory.
-    fn read(&mut self, into: &mut [u8]) -> Result<()>;
+    fn read(&mut self, into: &mut [u8], meanwhile: Meanwhile) -> Result<()>;
     /// The next bytes, shown in pieces whose lengths are multiples of four but for the last.
-    fn read_with(&mut self, length: usize, each: &mut dyn FnMut(&[u8])) -> Result<()>;
+    fn read_with(&mut self, length: usize, each: &mut dyn FnMut(&[u8]), meanwhile: Meanwhile) -> Result<()>;
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, Result};
 use crate::fabric::Tag;
 use crate::fate::Fate;
-use crate::link::{EAGER_MESSAGE_BYTES_MAX, EAGER_WINDOW_BYTES, IncomingEnd, Link, OutgoingEnd};
+use crate::link::{EAGER_MESSAGE_BYTES_MAX, EAGER_WINDOW_BYTES, IncomingEnd, Link, Meanwhile, OutgoingEnd};
 use crate::pace::{Pacer, Progress, sleep_until};
 
 /// What passes at once on a link that is not shaped.
@@ -342,18 +342,20 @@ struct LocalIncoming<'a> {
 }
 
 impl IncomingEnd for LocalIncoming<'_> {
-    fn read(&mut self, into: &mut [u8]) -> Result<()> {
-        let mut filled = 0;
-        self.read_with(into.len(), &mut |part| {
+    fn read(&mut self, into: &mut [u8], meanwhile: Meanwhile) -> Result<()> {
+        let (length, mut filled) = (into.len(), 0);
+        let mut copy = |part: &[u8]| {
             into[filled..filled + part.len()].copy_from_slice(part);
             filled += part.len();
-        })
+        };
+        self.read_with(length, &mut copy, meanwhile)
     }
 
-    fn read_with(&mut self, length: usize, each: &mut dyn FnMut(&[u8])) -> Result<()> {
+    fn read_with(&mut self, length: usize, each: &mut dyn FnMut(&[u8]), meanwhile: Meanwhile) -> Result<()> {
         let mut left = length;
         loop {
             if self.piece.as_ref().is_none_or(|piece| self.used == piece.bytes.len()) {
+                while meanwhile() {}
                 self.next_piece()?;
             }
             self.wait_until_due()?;

@@ -1,16 +1,19 @@
 //! How fast collectives are between processes on loopback, plain and with TLS, and, with `--mpi`, the same sizes through
-//! Open MPI over TCP in the same run, with the ratio.
+//! Open MPI over TCP and over shared memory, with the ratios.
 //!
-//!     cargo run --release -p shoal-net --example collectives -- --processes 4 [--mpi] [--max-mib 256] [--streams 2]
-//!         [--mbit 10000]
+//!     cargo run --release -p shoal-net --example collectives -- --processes 4 [--mpi] [--min-kib 1] [--max-mib 256]
+//!         [--repeats 3] [--streams 2] [--mbit 10000]
 //!
-//! `--mbit` holds what each process sends to so many megabits a second, as a network card would (not for `--mpi`). A size is that of the whole buffer; a time is rank 0's, from a barrier to its end, the median of some rounds.
+//! `--mbit` holds what each process sends to so many megabits a second, as a network card would (not for `--mpi`). A size
+//! is that of the whole buffer; a time is rank 0's, from a barrier to its end. All ways take turns, `--repeats` times, so
+//! that whatever else the machine does meets all of them: what is shown is the median of all rounds, and the ratios once
+//! more by the fastest rounds.
 
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
@@ -19,18 +22,39 @@ use shoal_net::identity::{Authority, Identity};
 use shoal_net::{Endpoint, Fabric, Security, Settings, Shape, Tag, connect};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
-/// Seconds by operation and bytes.
-type Times = BTreeMap<(String, usize), f64>;
+/// Seconds of every round by operation and bytes.
+type Times = BTreeMap<(String, usize), Vec<f64>>;
 
 const OPERATIONS: [&str; 3] = ["all-reduce", "all-gather", "reduce-scatter"];
+/// Rounds of one size, all repeats together, move about this much.
+const BYTES_A_SIZE: usize = 256 << 20;
 
 struct Options {
     processes: usize,
-    mpi: bool,
+    min_bytes: usize,
     max_bytes: usize,
+    repeats: usize,
     streams: usize,
     /// What each process may send; zero is no limit.
     megabits: usize,
+}
+
+impl Options {
+    /// Bytes, and how often each is measured in one repeat.
+    fn sizes(&self) -> Vec<(usize, usize)> {
+        let rounds =
+            |bytes: usize| (BYTES_A_SIZE / bytes / self.repeats).clamp(5_usize.div_ceil(self.repeats), 101);
+        (0..)
+            .map(|step| 1024usize << (2 * step))
+            .skip_while(|bytes| *bytes < self.min_bytes)
+            .take_while(|bytes| *bytes <= self.max_bytes)
+            .map(|bytes| (bytes, rounds(bytes)))
+            .collect()
+    }
+
+    fn size_words(&self) -> Vec<String> {
+        self.sizes().into_iter().flat_map(|(bytes, rounds)| [bytes.to_string(), rounds.to_string()]).collect()
+    }
 }
 
 fn main() -> Outcome<()> {
@@ -46,58 +70,88 @@ fn main() -> Outcome<()> {
     };
     let options = Options {
         processes: number("--processes", 2)?,
-        mpi: arguments.iter().any(|word| word == "--mpi"),
+        min_bytes: number("--min-kib", 1)? << 10,
         max_bytes: number("--max-mib", 256)? << 20,
+        repeats: number("--repeats", 3)?.max(1),
         streams: number("--streams", Settings::default().streams)?,
         megabits: number("--mbit", 0)?,
     };
-    let plain = ours(&options, false)?;
-    let mpi = if options.mpi { mpi(&options)? } else { Times::new() };
-    let tls = ours(&options, true)?;
-    let limit =
-        if options.megabits > 0 { format!(", {} Mbit/s each", options.megabits) } else { String::new() };
-    println!("{} processes on loopback, {} streams{limit}; milliseconds", options.processes, options.streams);
-    println!(
-        "{:14} {:>10} {:>10} {:>10} {:>10} {:>9} {:>9}",
-        "", "KiB", "plain", "TLS", "Open MPI", "MPI/plain", "MPI/TLS"
-    );
-    for operation in OPERATIONS {
-        for (bytes, _) in sizes(options.max_bytes) {
-            let key = (operation.to_owned(), bytes);
-            let (plain, tls) = (plain[&key] * 1e3, tls[&key] * 1e3);
-            print!("{operation:14} {:>10} {plain:>10.3} {tls:>10.3}", bytes >> 10);
-            match mpi.get(&key) {
-                Some(seconds) => {
-                    let theirs = seconds * 1e3;
-                    println!(" {theirs:>10.3} {:>8.2}x {:>8.2}x", theirs / plain, theirs / tls);
-                }
-                None => println!(),
-            }
+    let mpi = arguments.iter().any(|word| word == "--mpi").then(build_mpi).transpose()?;
+    let [mut plain, mut tls, mut over_tcp, mut in_memory] = [(); 4].map(|()| Times::new());
+    for _ in 0..options.repeats {
+        ours(&options, false, &mut plain)?;
+        if let Some(program) = &mpi {
+            run_mpi(program, "self,tcp", &options, &mut over_tcp)?;
+        }
+        ours(&options, true, &mut tls)?;
+        if let Some(program) = &mpi {
+            run_mpi(program, "self,vader", &options, &mut in_memory)?;
         }
     }
+    if let Some(program) = mpi {
+        std::fs::remove_file(program)?;
+    }
+    show(&options, &plain, &tls, &over_tcp, &in_memory);
     Ok(())
 }
 
-/// Bytes, and how often each is measured.
-fn sizes(max_bytes: usize) -> Vec<(usize, usize)> {
-    (0..)
-        .map(|step| 1024usize << (2 * step))
-        .take_while(|bytes| *bytes <= max_bytes)
-        .map(|bytes| (bytes, ((256 << 20) / bytes).clamp(5, 101) | 1))
-        .collect()
+fn show(options: &Options, plain: &Times, tls: &Times, over_tcp: &Times, in_memory: &Times) {
+    let limit =
+        if options.megabits > 0 { format!(", {} Mbit/s each", options.megabits) } else { String::new() };
+    println!(
+        "{} processes on loopback, {} streams{limit}; milliseconds, medians; ratios of medians / of fastest rounds",
+        options.processes, options.streams
+    );
+    println!(
+        "{:14} {:>8} {:>9} {:>9} {:>9} {:>9} {:>14} {:>14}",
+        "", "KiB", "plain", "TLS", "MPI TCP", "MPI sm", "TLS/plain", "MPI TCP/plain"
+    );
+    for operation in OPERATIONS {
+        for (bytes, _) in options.sizes() {
+            let key = (operation.to_owned(), bytes);
+            let found = |times: &Times| times.get(&key).map(|rounds| (median(rounds), fastest(rounds)));
+            let time =
+                |times| found(times).map_or(String::new(), |(median, _)| format!("{:.3}", median * 1e3));
+            let ratio = |one, other| match (found(one), found(other)) {
+                (Some(one), Some(other)) => format!("{:.2}x {:.2}x", one.0 / other.0, one.1 / other.1),
+                _ => String::new(),
+            };
+            println!(
+                "{operation:14} {:>8} {:>9} {:>9} {:>9} {:>9} {:>14} {:>14}",
+                bytes >> 10,
+                time(plain),
+                time(tls),
+                time(over_tcp),
+                time(in_memory),
+                ratio(tls, plain),
+                ratio(over_tcp, plain)
+            );
+        }
+    }
 }
 
-fn ours(options: &Options, secure: bool) -> Outcome<Times> {
+fn median(rounds: &[f64]) -> f64 {
+    let mut rounds = rounds.to_vec();
+    rounds.sort_by(f64::total_cmp);
+    rounds[rounds.len() / 2]
+}
+
+fn fastest(rounds: &[f64]) -> f64 {
+    rounds.iter().copied().fold(f64::INFINITY, f64::min)
+}
+
+fn ours(options: &Options, secure: bool, times: &mut Times) -> Outcome<()> {
     let authority = Authority::new()?;
     let mut workers: Vec<Child> = Vec::new();
     let mut outputs = Vec::new();
     let mut addresses = Vec::new();
     for rank in 0..options.processes {
-        let numbers = [rank, options.processes, options.max_bytes, options.streams, options.megabits];
+        let numbers = [rank, options.processes, options.streams, options.megabits];
         let mut worker = Command::new(std::env::current_exe()?)
             .arg("worker")
             .args(numbers.map(|number| number.to_string()))
             .arg(secure.to_string())
+            .args(options.size_words())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
@@ -112,9 +166,8 @@ fn ours(options: &Options, secure: bool) -> Outcome<Times> {
         let pems = pems.map(|pem| pem.replace('\n', "|"));
         writeln!(worker.stdin.take().ok_or("no input")?, "{}\n{}", addresses.join(" "), pems.join("\n"))?;
     }
-    let mut times = Times::new();
     for line in outputs.remove(0) {
-        note(&line?, &mut times)?;
+        note(&line?, times)?;
     }
     for mut worker in workers {
         let status = worker.wait()?;
@@ -122,12 +175,12 @@ fn ours(options: &Options, secure: bool) -> Outcome<Times> {
             return Err(format!("a worker ended with {status}").into());
         }
     }
-    Ok(times)
+    Ok(())
 }
 
 fn note(line: &str, times: &mut Times) -> Outcome<()> {
     if let ["time", operation, bytes, seconds] = line.split_whitespace().collect::<Vec<_>>()[..] {
-        times.insert((operation.to_owned(), bytes.parse()?), seconds.parse()?);
+        times.entry((operation.to_owned(), bytes.parse()?)).or_default().push(seconds.parse()?);
     }
     Ok(())
 }
@@ -136,35 +189,28 @@ fn name(rank: usize) -> String {
     format!("worker-{rank}.bench")
 }
 
-fn mpi(options: &Options) -> Outcome<Times> {
+fn build_mpi() -> Outcome<PathBuf> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/collectives/mpi.c");
     let program = std::env::temp_dir().join(format!("shoal-net-mpi-{}", std::process::id()));
     let built = Command::new("mpicc").args(["-O3", "-o"]).arg(&program).arg(&source).status();
     let built = built.map_err(|cause| format!("mpicc: {cause} (Debian: openmpi-bin, libopenmpi-dev)"))?;
-    if !built.success() {
-        return Err("mpicc failed".into());
-    }
+    if built.success() { Ok(program) } else { Err("mpicc failed".into()) }
+}
+
+fn run_mpi(program: &Path, carriers: &str, options: &Options, times: &mut Times) -> Outcome<()> {
     let mut command = Command::new("mpirun");
-    command.args(["--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,tcp"]);
-    command.args(["--mca", "btl_tcp_if_include", "lo", "-np", &options.processes.to_string()]).arg(&program);
-    for (bytes, rounds) in sizes(options.max_bytes) {
-        command.args([bytes.to_string(), rounds.to_string()]);
-    }
-    let output = command.stderr(Stdio::inherit()).output()?;
-    std::fs::remove_file(&program)?;
+    command.args(["--allow-run-as-root", "--oversubscribe", "--mca", "btl", carriers]);
+    command.args(["--mca", "btl_tcp_if_include", "lo", "-np", &options.processes.to_string()]);
+    let output = command.arg(program).args(options.size_words()).stderr(Stdio::inherit()).output()?;
     if !output.status.success() {
         return Err(format!("mpirun ended with {}", output.status).into());
     }
-    let mut times = Times::new();
-    for line in String::from_utf8(output.stdout)?.lines() {
-        note(line, &mut times)?;
-    }
-    Ok(times)
+    String::from_utf8(output.stdout)?.lines().try_for_each(|line| note(line, times))
 }
 
 fn worker(arguments: &[String]) -> Outcome<()> {
-    let [rank, count, max_bytes, streams, megabits, secure] = arguments else {
-        return Err("worker needs six words".into());
+    let [rank, count, streams, megabits, secure, sizes @ ..] = arguments else {
+        return Err("worker needs five words, then sizes and rounds".into());
     };
     let (rank, count): (usize, usize) = (rank.parse()?, count.parse()?);
     let listener = TcpListener::bind("127.0.0.1:0")?;
@@ -186,18 +232,20 @@ fn worker(arguments: &[String]) -> Outcome<()> {
     let shape = (megabits > 0).then(|| egress(megabits));
     let settings = Settings { streams: streams.parse()?, shape, ..Settings::default() };
     let fabric = connect(Endpoint { rank, listener, addresses, fabric: 1, security }, &settings)?;
-    measure(&fabric, max_bytes.parse()?)
+    measure(&fabric, sizes)
 }
 
-fn measure(fabric: &Fabric, max_bytes: usize) -> Outcome<()> {
+/// `sizes` are pairs of bytes and rounds, as they are for MPI.
+fn measure(fabric: &Fabric, sizes: &[String]) -> Outcome<()> {
     let members: Vec<usize> = (0..fabric.size()).collect();
     let mut tag = 0u128;
-    for (bytes, rounds) in sizes(max_bytes) {
+    for [bytes, rounds] in sizes.as_chunks().0 {
+        let (bytes, rounds): (usize, usize) = (bytes.parse()?, rounds.parse()?);
         let mut buffer: Vec<f32> = (0..bytes / 4).map(|place| (place % 7) as f32).collect();
         let slices = even(buffer.len(), members.len());
         for operation in OPERATIONS {
-            let mut times = Vec::with_capacity(rounds);
-            for round in 0..=rounds {
+            let mut times = Vec::with_capacity(rounds + 1);
+            for _ in 0..=rounds {
                 tag += 2;
                 sum_f64(fabric, &members, &mut [0.0], Tag(tag))?;
                 let begin = Instant::now();
@@ -207,13 +255,11 @@ fn measure(fabric: &Fabric, max_bytes: usize) -> Outcome<()> {
                     "all-gather" => all_gather(fabric, &members, &slices, &mut buffer, Wire::F32, tag)?,
                     _ => reduce_scatter(fabric, &members, &slices, &mut buffer, Wire::F32, tag)?,
                 }
-                if round > 0 {
-                    times.push(begin.elapsed().as_secs_f64());
-                }
+                times.push(begin.elapsed().as_secs_f64());
             }
-            times.sort_by(f64::total_cmp);
-            if fabric.rank() == 0 {
-                println!("time {operation} {bytes} {:.9}", times[times.len() / 2]);
+            // The first one warms up.
+            for seconds in times.iter().skip(1).filter(|_| fabric.rank() == 0) {
+                println!("time {operation} {bytes} {seconds:.9}");
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use crate::error::Result;
 use crate::fabric::{Incoming, Outgoing};
+use crate::link::Meanwhile;
 
 /// How elements are written to and read from a message.
 pub trait Form: Sync {
@@ -9,7 +10,7 @@ pub trait Form: Sync {
     /// Bytes of one element on the wire.
     const ITEM_BYTES: usize;
     fn write(&self, outgoing: &mut Outgoing, items: &[Self::Item]) -> Result<()>;
-    fn read(&self, incoming: &mut Incoming, items: &mut [Self::Item]) -> Result<()>;
+    fn read(&self, incoming: &mut Incoming, items: &mut [Self::Item], meanwhile: Meanwhile) -> Result<()>;
     /// The elements as they are written, where they travel as they lie in memory.
     fn view<'a>(&self, items: &'a [Self::Item]) -> Option<&'a [u8]>;
 }
@@ -24,8 +25,8 @@ impl Form for AsBytes {
         outgoing.write(items)
     }
 
-    fn read(&self, incoming: &mut Incoming, items: &mut [u8]) -> Result<()> {
-        incoming.read(items)
+    fn read(&self, incoming: &mut Incoming, items: &mut [u8], meanwhile: Meanwhile) -> Result<()> {
+        incoming.read_meanwhile(items, meanwhile)
     }
 
     fn view<'a>(&self, items: &'a [u8]) -> Option<&'a [u8]> {
@@ -43,8 +44,8 @@ impl Form for AsF32 {
         outgoing.write(bytemuck::cast_slice(items))
     }
 
-    fn read(&self, incoming: &mut Incoming, items: &mut [f32]) -> Result<()> {
-        incoming.read(bytemuck::cast_slice_mut(items))
+    fn read(&self, incoming: &mut Incoming, items: &mut [f32], meanwhile: Meanwhile) -> Result<()> {
+        incoming.read_meanwhile(bytemuck::cast_slice_mut(items), meanwhile)
     }
 
     fn view<'a>(&self, items: &'a [f32]) -> Option<&'a [u8]> {
@@ -68,14 +69,16 @@ impl Form for HalvedF32 {
         Ok(())
     }
 
-    fn read(&self, incoming: &mut Incoming, items: &mut [f32]) -> Result<()> {
+    fn read(&self, incoming: &mut Incoming, items: &mut [f32], meanwhile: Meanwhile) -> Result<()> {
+        let items_bytes = items.len() * Self::ITEM_BYTES;
         let mut rest = items;
-        incoming.read_with(rest.len() * Self::ITEM_BYTES, |piece| {
+        let take = |piece: &[u8]| {
             let (halves, _) = piece.as_chunks();
             let (here, after) = std::mem::take(&mut rest).split_at_mut(halves.len());
             here.iter_mut().zip(halves).for_each(|(item, half)| *item = whole(*half));
             rest = after;
-        })
+        };
+        incoming.read_with_meanwhile(items_bytes, take, meanwhile)
     }
 
     fn view<'a>(&self, _: &'a [f32]) -> Option<&'a [u8]> {
@@ -87,14 +90,16 @@ impl Form for HalvedF32 {
 const HALVES_AT_ONCE: usize = 8192;
 
 /// Adds what comes in f32 to what is there.
-pub fn add(incoming: &mut Incoming, items: &mut [f32]) -> Result<()> {
+pub fn add(incoming: &mut Incoming, items: &mut [f32], meanwhile: Meanwhile) -> Result<()> {
+    let items_bytes = size_of_val(items);
     let mut rest = items;
-    incoming.read_with(size_of_val(rest), |piece| {
+    let add = |piece: &[u8]| {
         let (theirs, _) = piece.as_chunks();
         let (here, after) = std::mem::take(&mut rest).split_at_mut(theirs.len());
         here.iter_mut().zip(theirs).for_each(|(item, their)| *item += f32::from_le_bytes(*their));
         rest = after;
-    })
+    };
+    incoming.read_with_meanwhile(items_bytes, add, meanwhile)
 }
 
 /// Adds what comes in bf16 to what is there.

@@ -12,8 +12,9 @@ use std::thread;
 
 use super::form::Form;
 use super::{Group, Part};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fabric::{Incoming, Outgoing};
+use crate::link::Meanwhile;
 
 /// What is passed on at once. Small enough to be in the cache when it is sent on, large enough to be worth a call.
 const CHUNK_BYTES_MAX: usize = 512 << 10;
@@ -22,7 +23,7 @@ const CHUNKS_A_SLICE: usize = 4;
 const CHUNK_BYTES_MIN: usize = 128 << 10;
 
 /// Adds what comes to what is there.
-type Add<T> = fn(&mut Incoming, &mut [T]) -> Result<()>;
+type Add<T> = fn(&mut Incoming, &mut [T], Meanwhile) -> Result<()>;
 
 /// Which turns of the ring are made.
 pub struct Way<T> {
@@ -61,15 +62,21 @@ pub fn run<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item], way: Way<F:
     let mut slices = cut(group, buffer, F::ITEM_BYTES);
     let chunk_counts: Vec<usize> = slices.iter().map(|slice| slice.as_ref().map_or(0, Vec::len)).collect();
     thread::scope(|scope| {
-        let mut sending =
-            Sending { form, outgoing, queue: VecDeque::new(), from: 0, sent: VecDeque::new(), apart: None };
+        let mut sending = Sending {
+            form,
+            outgoing,
+            queue: VecDeque::new(),
+            from: 0,
+            sent: VecDeque::new(),
+            apart: None,
+            failure: None,
+        };
         let half = &mut sending;
         let receiving = move || {
             let sending = half;
             for chunk in slices[first].take().into_iter().flatten() {
                 sending.pass(chunk);
             }
-            sending.advance(scope)?;
             let Some(mut incoming) = incoming else { return Ok(()) };
             let last = received.len() - 1;
             for (number, (place, add)) in received.into_iter().enumerate() {
@@ -78,16 +85,17 @@ pub fn run<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item], way: Way<F:
                     let chunk = match &mut here {
                         Some(chunks) => chunks.next(),
                         // It was sent before it comes around again. If it does not come back, sending has failed.
-                        None => sending.take_back(),
+                        None => sending.take_back(scope),
                     };
                     let Some(chunk) = chunk else { return group.failure() };
+                    sending.advance(scope);
+                    let mut meanwhile = || sending.advance(scope);
                     match add {
-                        Some(add) => add(&mut incoming, chunk)?,
-                        None => form.read(&mut incoming, chunk)?,
+                        Some(add) => add(&mut incoming, chunk, &mut meanwhile)?,
+                        None => form.read(&mut incoming, chunk, &mut meanwhile)?,
                     }
                     if number < last {
                         sending.pass(chunk);
-                        sending.advance(scope)?;
                     }
                 }
             }
@@ -95,12 +103,17 @@ pub fn run<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item], way: Way<F:
         };
         // What was being received is given up, if it failed, before the wait for the other half.
         let received = receiving();
-        received.and(sending.end())
+        let sent = match &received {
+            Ok(()) => sending.end(),
+            Err(_) => sending.give_up(),
+        };
+        received.and(sent)
     })
 }
 
-/// The sending half. As long as the network takes everything at once it is done in passing, by the thread that receives;
-/// from the first chunk that would have to wait on, a thread of its own does it.
+/// The sending half. It is done in passing, by the thread that receives: a chunk before each that is read, and more while
+/// there is nothing to read, so that what is under way stays in the cache. From the first chunk on that the network does
+/// not take at once while nothing comes either, a thread of its own does it.
 struct Sending<'scope, 'a, 'f, F: Form> {
     form: &'f F,
     outgoing: Option<Outgoing<'f>>,
@@ -110,6 +123,8 @@ struct Sending<'scope, 'a, 'f, F: Form> {
     /// Chunks that may come around again, in the order they were sent in.
     sent: VecDeque<&'a mut [F::Item]>,
     apart: Option<Apart<'scope, 'a, F::Item>>,
+    /// Why nothing more is sent.
+    failure: Option<Error>,
 }
 
 /// Sending in a thread of its own.
@@ -128,23 +143,32 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
         }
     }
 
-    /// Sends what goes without waiting, and leaves the rest to a thread.
-    fn advance(&mut self, scope: &'scope thread::Scope<'scope, '_>) -> Result<()> {
-        let Some(outgoing) = &mut self.outgoing else { return Ok(()) };
-        while let Some(chunk) = self.queue.pop_front() {
-            let bytes = self.form.view(chunk);
-            if let Some(bytes) = bytes {
-                self.from += outgoing.write_some(&bytes[self.from..])?;
+    /// Sends what goes of the next chunk without waiting; whether it was any of it. If it was not, a thread does the rest.
+    fn advance(&mut self, scope: &'scope thread::Scope<'scope, '_>) -> bool {
+        let (Some(outgoing), Some(chunk)) = (&mut self.outgoing, self.queue.front()) else { return false };
+        let bytes = self.form.view(chunk);
+        let written = match bytes {
+            Some(bytes) => outgoing.write_some(&bytes[self.from..]),
+            None => Ok(0),
+        };
+        match written {
+            Ok(count) => {
+                self.from += count;
+                if bytes.is_some_and(|bytes| self.from == bytes.len()) && !outgoing.holds_back() {
+                    self.from = 0;
+                    self.sent.extend(self.queue.pop_front());
+                } else if count == 0 || outgoing.holds_back() {
+                    self.part_ways(scope);
+                }
+                count > 0
             }
-            if bytes.is_none_or(|bytes| self.from < bytes.len()) || outgoing.holds_back() {
-                self.queue.push_front(chunk);
-                self.part_ways(scope);
-                return Ok(());
+            Err(failure) => {
+                self.failure = Some(failure);
+                self.queue.clear();
+                self.outgoing = None;
+                false
             }
-            self.from = 0;
-            self.sent.push_back(chunk);
         }
-        Ok(())
     }
 
     fn part_ways(&mut self, scope: &'scope thread::Scope<'scope, '_>) {
@@ -157,12 +181,7 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
         let (form, mut from) = (self.form, std::mem::take(&mut self.from));
         let thread = scope.spawn(move || {
             for chunk in chunks {
-                outgoing.flush()?;
-                match form.view(chunk) {
-                    Some(bytes) => outgoing.write(&bytes[from..])?,
-                    None => form.write(&mut outgoing, chunk)?,
-                }
-                from = 0;
+                send(form, &mut outgoing, chunk, std::mem::take(&mut from))?;
                 // Nobody takes it back in the last turn.
                 let _ = done.send(chunk);
             }
@@ -171,7 +190,8 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
         self.apart = Some(Apart { queue, sent, thread });
     }
 
-    fn take_back(&mut self) -> Option<&'a mut [F::Item]> {
+    fn take_back(&mut self, scope: &'scope thread::Scope<'scope, '_>) -> Option<&'a mut [F::Item]> {
+        while self.sent.is_empty() && self.advance(scope) {}
         match (self.sent.pop_front(), &self.apart) {
             (Some(chunk), _) => Some(chunk),
             (None, Some(apart)) => apart.sent.recv().ok(),
@@ -180,7 +200,20 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
     }
 
     /// Waits for everything to be sent.
-    fn end(self) -> Result<()> {
+    fn end(mut self) -> Result<()> {
+        if let Some(outgoing) = &mut self.outgoing {
+            for chunk in self.queue.drain(..) {
+                send(self.form, outgoing, chunk, std::mem::take(&mut self.from))?;
+            }
+        }
+        self.give_up()
+    }
+
+    /// Waits for the thread that sends, if there is one.
+    fn give_up(self) -> Result<()> {
+        if let Some(failure) = self.failure {
+            return Err(failure);
+        }
         match self.apart {
             Some(Apart { queue, thread, .. }) => {
                 drop(queue);
@@ -188,6 +221,15 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
             }
             None => Ok(()),
         }
+    }
+}
+
+/// Sends what is left of a chunk, waiting as long as it takes.
+fn send<F: Form>(form: &F, outgoing: &mut Outgoing, chunk: &[F::Item], from: usize) -> Result<()> {
+    outgoing.flush()?;
+    match form.view(chunk) {
+        Some(bytes) => outgoing.write(&bytes[from..]),
+        None => form.write(outgoing, chunk),
     }
 }
 

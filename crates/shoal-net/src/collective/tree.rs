@@ -37,7 +37,9 @@ fn parent(group: &Group) -> Option<Edge> {
 pub fn reduce(group: &Group, buffer: &mut [f32]) -> Result<()> {
     let all = 0..group.size();
     for child in children(group) {
-        receive::<AsF32>(group, child.place, &all, Part::Up, buffer, form::add)?;
+        receive::<AsF32>(group, child.place, &all, Part::Up, buffer, |incoming, items| {
+            form::add(incoming, items, &mut || false)
+        })?;
     }
     match parent(group) {
         Some(parent) => send(group, parent.place, &all, Part::Up, &AsF32, buffer),
@@ -49,7 +51,7 @@ pub fn reduce(group: &Group, buffer: &mut [f32]) -> Result<()> {
 pub fn gather<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item]) -> Result<()> {
     for child in children(group) {
         receive::<F>(group, child.place, &child.below, Part::Up, buffer, |incoming, items| {
-            form.read(incoming, items)
+            form.read(incoming, items, &mut || false)
         })?;
     }
     match parent(group) {
@@ -63,7 +65,7 @@ pub fn broadcast<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item]) -> Re
     let all = 0..group.size();
     if let Some(parent) = parent(group) {
         receive::<F>(group, parent.place, &all, Part::Down, buffer, |incoming, items| {
-            form.read(incoming, items)
+            form.read(incoming, items, &mut || false)
         })?;
     }
     // The farthest first: it has the most below it.
@@ -75,7 +77,7 @@ pub fn scatter(group: &Group, buffer: &mut [f32]) -> Result<()> {
     if let Some(parent) = parent(group) {
         let (place, below) = (parent.place, &parent.below);
         receive::<AsF32>(group, place, below, Part::Down, buffer, |incoming, items| {
-            AsF32.read(incoming, items)
+            AsF32.read(incoming, items, &mut || false)
         })?;
     }
     children(group)

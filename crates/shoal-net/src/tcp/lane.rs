@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use super::stream::{Reading, is_tick};
 use crate::fabric::Tag;
+use crate::link::Meanwhile;
 use crate::wire::{HEADER_BYTES, Header, Violation};
 
 pub struct Lane {
@@ -56,7 +57,10 @@ impl Lane {
         tick: Duration,
         mut go_on: impl FnMut() -> bool,
         expected: impl Fn(&Header) -> Result<(), Violation>,
+        meanwhile: Meanwhile,
     ) -> Result<(Header, Source), Trouble> {
+        // What is done meanwhile is done without the lane, which may change then: nobody waits without another look.
+        let mut idle = false;
         let mut state = self.state.lock().expect("nobody panics with a lane");
         loop {
             let waits_here = state.head.is_some_and(|head| head.tag == tag);
@@ -67,7 +71,7 @@ impl Lane {
                 }
                 (Some(mut source), None) => {
                     drop(state);
-                    let found = source.next_header(&mut go_on);
+                    let found = source.next_header(&mut go_on, meanwhile);
                     match found {
                         Ok(header) if header.tag == tag => return Ok((header, source)),
                         Ok(header) => {
@@ -88,6 +92,13 @@ impl Lane {
                     if !go_on() {
                         return Err(Trouble::Stopped);
                     }
+                    if !idle {
+                        drop(state);
+                        idle = !meanwhile();
+                        state = self.state.lock().expect("nobody panics with a lane");
+                        continue;
+                    }
+                    idle = false;
                     state = self.changed.wait_timeout(state, tick).expect("nobody panics with a lane").0;
                 }
             }
@@ -101,12 +112,35 @@ impl Lane {
 }
 
 impl Source {
-    fn next_header(&mut self, go_on: &mut impl FnMut() -> bool) -> Result<Header, Trouble> {
+    fn next_header(
+        &mut self,
+        go_on: &mut impl FnMut() -> bool,
+        meanwhile: Meanwhile,
+    ) -> Result<Header, Trouble> {
         while self.filled < HEADER_BYTES {
-            self.filled += read_some(&mut self.reading, &mut self.header[self.filled..], go_on)?;
+            self.filled +=
+                read_meanwhile(&mut self.reading, &mut self.header[self.filled..], go_on, meanwhile)?;
         }
         self.filled = 0;
         Header::decode(&self.header).map_err(Trouble::Violation)
+    }
+}
+
+/// At least one byte, waited for as long as `go_on` says, once there is nothing to do meanwhile.
+pub fn read_meanwhile(
+    reading: &mut Reading,
+    into: &mut [u8],
+    go_on: &mut impl FnMut() -> bool,
+    meanwhile: Meanwhile,
+) -> Result<usize, Trouble> {
+    loop {
+        match reading.read_now(into) {
+            Ok(0) => return Err(Trouble::Closed("its connection was closed".to_owned())),
+            Ok(count) => return Ok(count),
+            Err(error) if is_tick(&error) && meanwhile() => {}
+            Err(error) if is_tick(&error) => return read_some(reading, into, go_on),
+            Err(error) => return Err(Trouble::Closed(closed(&error))),
+        }
     }
 }
 

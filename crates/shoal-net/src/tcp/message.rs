@@ -4,13 +4,13 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::lane::{Source, closed, read_some};
+use super::lane::{Source, closed, read_meanwhile};
 use super::peer::Peer;
 use super::stream::{Writing, is_tick};
 use crate::desk::{Arrival, Leave};
 use crate::error::{Error, Result};
 use crate::fabric::Tag;
-use crate::link::{IncomingEnd, Link, OutgoingEnd};
+use crate::link::{IncomingEnd, Link, Meanwhile, OutgoingEnd};
 use crate::pace::Progress;
 use crate::wire::{HEADER_BYTES, Header, Kind, stream_of, stripe_left};
 
@@ -158,16 +158,15 @@ impl TcpOutgoing<'_> {
     /// Writes what goes of the open frame without waiting, and closes it when it is whole; bytes of payload written.
     fn go_on_with_frame(&mut self, bytes: &[u8]) -> Result<usize> {
         let Some(frame) = &mut self.open else { return Ok(0) };
-        let switch = |writing: &Writing, wait: bool| writing.socket().set_nonblocking(!wait);
         let payload = &bytes[..bytes.len().min(frame.payload_left)];
         let mut written = 0;
-        let mut result = switch(&frame.writing, false);
+        let mut result = Ok(());
         while result.is_ok() && (frame.header_left + frame.payload_left > 0 || frame.writing.holds_back()) {
             let header = &frame.header[HEADER_BYTES - frame.header_left..];
             if header.is_empty() && written == payload.len() && frame.payload_left > 0 {
                 break;
             }
-            match frame.writing.write_some(header, &payload[written..]) {
+            match frame.writing.write_now(header, &payload[written..]) {
                 Ok(count) => {
                     let of_header = count.min(frame.header_left);
                     frame.header_left -= of_header;
@@ -178,7 +177,6 @@ impl TcpOutgoing<'_> {
                 Err(error) => result = Err(error),
             }
         }
-        let result = result.and(switch(&frame.writing, true));
         result.map_err(|error| self.peer.verdict(self.tag, closed(&error)))?;
         if frame.header_left + frame.payload_left == 0 && !frame.writing.holds_back() {
             self.close_frame();
@@ -320,23 +318,23 @@ enum Receiving {
 }
 
 impl IncomingEnd for TcpIncoming<'_> {
-    fn read(&mut self, into: &mut [u8]) -> Result<()> {
+    fn read(&mut self, into: &mut [u8], meanwhile: Meanwhile) -> Result<()> {
         let mut filled = 0;
         loop {
-            filled += self.read_part(&mut into[filled..])?;
+            filled += self.read_part(&mut into[filled..], meanwhile)?;
             if filled == into.len() {
                 return Ok(());
             }
         }
     }
 
-    fn read_with(&mut self, length: usize, each: &mut dyn FnMut(&[u8])) -> Result<()> {
+    fn read_with(&mut self, length: usize, each: &mut dyn FnMut(&[u8]), meanwhile: Meanwhile) -> Result<()> {
         let mut scratch = std::mem::take(&mut self.scratch);
         scratch.resize(SCRATCH_BYTES.min(length.max(scratch.len())), 0);
         let mut left = length;
         loop {
             let part = left.min(SCRATCH_BYTES);
-            self.read(&mut scratch[..part])?;
+            self.read(&mut scratch[..part], meanwhile)?;
             each(&scratch[..part]);
             left -= part;
             if left == 0 {
@@ -349,10 +347,10 @@ impl IncomingEnd for TcpIncoming<'_> {
 
 impl TcpIncoming<'_> {
     /// Some of the next bytes; none only of an empty message.
-    fn read_part(&mut self, into: &mut [u8]) -> Result<usize> {
+    fn read_part(&mut self, into: &mut [u8], meanwhile: Meanwhile) -> Result<usize> {
         loop {
             match &mut self.state {
-                Receiving::Unknown => self.look()?,
+                Receiving::Unknown => self.look(meanwhile)?,
                 Receiving::Piece { bytes, used } => {
                     let count = into.len().min(bytes.len() - *used);
                     into[..count].copy_from_slice(&bytes[*used..*used + count]);
@@ -364,15 +362,18 @@ impl TcpIncoming<'_> {
                     self.offset += count as u64;
                     return Ok(count);
                 }
-                Receiving::Streams => self.next_frame()?,
+                Receiving::Streams => self.next_frame(meanwhile)?,
                 Receiving::Frame { source, left, .. } => {
                     let most = into.len().min(*left);
                     let (peer, until) = (self.peer, self.until);
                     let count = match most {
                         0 => Ok(0),
-                        _ => read_some(&mut source.reading, &mut into[..most], &mut || {
-                            peer.worth_waiting(until).is_ok()
-                        }),
+                        _ => read_meanwhile(
+                            &mut source.reading,
+                            &mut into[..most],
+                            &mut || peer.worth_waiting(until).is_ok(),
+                            meanwhile,
+                        ),
                     };
                     let count = count.map_err(|trouble| peer.trouble(trouble, self.tag, until))?;
                     *left -= count;
@@ -394,8 +395,10 @@ impl TcpIncoming<'_> {
     }
 
     /// Finds out how the message comes.
-    fn look(&mut self) -> Result<()> {
+    fn look(&mut self, meanwhile: Meanwhile) -> Result<()> {
         let peer = self.peer;
+        // What is done meanwhile is done without the desk, which may change then: nobody waits without another look.
+        let mut idle = false;
         let mut desk = peer.desk();
         loop {
             peer.fate.check()?;
@@ -414,20 +417,27 @@ impl TcpIncoming<'_> {
                 Arrival::NotYet if desk.left => return Err(peer.has_left(self.tag)),
                 Arrival::NotYet => {}
             }
+            if !idle {
+                drop(desk);
+                idle = !meanwhile();
+                desk = peer.desk();
+                continue;
+            }
             let wait = self.until.saturating_duration_since(Instant::now());
             if wait.is_zero() {
                 return Err(peer.late(self.tag, "did not send it"));
             }
+            idle = false;
             desk = peer.changed.wait_timeout(desk, wait).expect("nobody panics with a desk").0;
         }
     }
 
-    fn next_frame(&mut self) -> Result<()> {
+    fn next_frame(&mut self, meanwhile: Meanwhile) -> Result<()> {
         let (peer, tag, until) = (self.peer, self.tag, self.until);
         let lane = stream_of(tag, self.offset, peer.lanes.len());
         let go_on = || peer.worth_waiting(until).is_ok() && peer.desk().other_length(tag).is_none();
         let expected = |header: &Header| peer.desk().expects_data(header);
-        let next = peer.lanes[lane].next(tag, peer.tick, go_on, expected);
+        let next = peer.lanes[lane].next(tag, peer.tick, go_on, expected, meanwhile);
         let (header, source) = match next {
             Ok(next) => next,
             Err(trouble) => {

@@ -4,6 +4,7 @@
 use std::io::{self, BufReader, IoSlice, Read, Write};
 use std::net::TcpStream;
 
+use rustix::net::{self, RecvFlags, SendAncillaryBuffer, SendFlags};
 use rustls::{ClientConnection, ServerConnection};
 
 /// The receiving end of a connection that a peer made.
@@ -33,6 +34,20 @@ impl Reading {
                 tls.process_new_packets()
                     .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
             },
+        }
+    }
+
+    /// The next bytes that are here. `WouldBlock` where there are none.
+    pub fn read_now(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Reading::Plain(socket) => Ok(net::recv(socket, into, RecvFlags::DONTWAIT)?.0),
+            Reading::Tls(_, socket) => {
+                socket.get_ref().set_nonblocking(true)?;
+                let result = self.read(into);
+                let Reading::Tls(_, socket) = self else { unreachable!("it is TLS") };
+                socket.get_ref().set_nonblocking(false)?;
+                result
+            }
         }
     }
 
@@ -80,8 +95,7 @@ impl Writing {
         Ok(())
     }
 
-    /// Takes what it can of a header and its payload, and sends what it can: until a tick has passed, or, where the socket
-    /// does not wait, until it would have to.
+    /// Takes what it can of a header and its payload, and sends what it can until a tick has passed.
     pub fn write_some(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
         match self {
             Writing::Plain(socket) => {
@@ -105,6 +119,26 @@ impl Writing {
                     };
                 }
                 Ok(count)
+            }
+        }
+    }
+
+    /// Takes what goes of a header and its payload without waiting, and sends what does.
+    pub fn write_now(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
+        match self {
+            Writing::Plain(socket) => {
+                let parts = [IoSlice::new(header), IoSlice::new(payload)];
+                let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+                match net::sendmsg(socket, &parts, &mut SendAncillaryBuffer::default(), flags)? {
+                    0 => Err(io::ErrorKind::WriteZero.into()),
+                    count => Ok(count),
+                }
+            }
+            Writing::Tls(_, socket) => {
+                socket.set_nonblocking(true)?;
+                let result = self.write_some(header, payload);
+                self.socket().set_nonblocking(false)?;
+                result
             }
         }
     }
