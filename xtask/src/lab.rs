@@ -58,7 +58,7 @@ fn fleet((_, kinds, count, network, latency, memory, ..): &Fleet) -> String {
 }
 
 /// A number of a line of JSON.
-fn number(text: &str, key: &str) -> Option<f64> {
+pub fn number(text: &str, key: &str) -> Option<f64> {
     let rest = text.split_once(&format!("\"{key}\":"))?.1;
     rest.split([',', '}']).next()?.parse().ok()
 }

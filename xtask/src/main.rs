@@ -3,6 +3,7 @@
 mod bench;
 mod gpu_bundle;
 mod lab;
+mod namespaces;
 
 use std::env;
 use std::path::PathBuf;
@@ -13,6 +14,8 @@ cargo xtask bench cpu    training speed beside PyTorch's, where a Python with Py
                          (PYTHON names it; else python3)
 cargo xtask bench plan   how long planning and simulating take, and how they grow with the fleet
 cargo xtask bench lab    predicted steps beside measured ones, on fleets of played devices; two quiet cores
+cargo xtask bench namespaces
+                         a pipeline beside data parallel over 1 Gbit/s between network namespaces; Linux, root
 cargo xtask gpu-bundle   target/gpu-bundle: tests and the binary for a GPU machine without Rust or network";
 
 fn main() -> ExitCode {
@@ -25,6 +28,7 @@ fn main() -> ExitCode {
             cargo(&["run", "--release", "--package", "shoal-planner", "--example", "plan_speed"])
         }
         ["bench", "lab"] => lab::bench(),
+        ["bench", "namespaces"] => namespaces::bench(),
         ["gpu-bundle"] => gpu_bundle::build(),
         _ => Err(USAGE.to_owned()),
     };

@@ -2,6 +2,7 @@
 //! is set beside what was predicted.
 
 use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -19,10 +20,10 @@ use super::trial::median;
 use super::worker::trace_file;
 use crate::error::{CliError, Result};
 use crate::fleet_plan::{FleetOptions, OnFleet, read_table};
-use crate::in_a_box::Workers;
 use crate::in_a_box::assignment::{Assignment, Network, Report, name_of};
 use crate::in_a_box::gpu::{self, Mps, Share};
 use crate::in_a_box::trace::{FORMAT, Trace};
+use crate::in_a_box::{Namespace, Workers};
 use crate::job::{Job, duration_text};
 use crate::machine;
 use crate::run_folder::{Known, RunFolder};
@@ -52,6 +53,9 @@ pub struct Options {
     /// Leave the links between workers as fast as this machine is
     #[arg(long)]
     unshaped: bool,
+    /// Start workers in these network namespaces, one a device in the fleet's order, each at its address there; needs root
+    #[arg(long, value_name = "NAME=ADDRESS", conflicts_with = "plain", requires = "unshaped")]
+    namespace: Vec<Namespace>,
     /// Let workers know each other by their addresses alone, without certificates
     #[arg(long)]
     plain: bool,
@@ -101,6 +105,11 @@ pub fn run(options: Options) -> Result {
     planned.assert_computes(job.precision)?;
     let shares = planned.shares();
     gpu::prepare(&shares, &job)?;
+    let (places, devices) = (options.namespace.len(), planned.plan.devices.len());
+    if places > 0 && places != devices {
+        let what = format!("{places} namespaces for {devices} devices");
+        return Err(CliError::said(what, "repeat --namespace NAME=ADDRESS once for each device"));
+    }
     let known = Known::read(&job)?;
     let chosen = json!({"plan": planned.plan.id()});
     let folder = RunFolder::open(&job, known, chosen, options.stop_at, options.json)?;
@@ -116,7 +125,7 @@ pub fn run(options: Options) -> Result {
     // One whole GPU needs nobody to divide it. The server is ended after its clients.
     let divided = shares.iter().any(|share| share.percent < 100);
     let mps = divided.then(|| Mps::start(&lab)).transpose()?;
-    let mut workers = Workers::start(&lab, &assignments, mps.as_ref())?;
+    let mut workers = Workers::start(&lab, &assignments, mps.as_ref(), &options.namespace)?;
     let mut progress = Progress::new(job.steps, resumed.unwrap_or(0), options.json);
     let (mut steps, mut loss, mut seconds, mut end) = (resumed.unwrap_or(0), None, Vec::new(), None);
     let mut memory = BTreeMap::new();
@@ -305,6 +314,10 @@ impl Prepared {
             let rank = program.device;
             let identity = authority.as_ref().map(|authority| authority.issue(&name_of(rank))).transpose()?;
             let network = Network {
+                listen: options
+                    .namespace
+                    .get(rank)
+                    .map_or(Ipv4Addr::LOCALHOST.into(), |namespace| namespace.address),
                 fabric,
                 deadline_seconds: options.deadline,
                 identity: identity.map(|identity| {

@@ -53,8 +53,8 @@ pub fn run(options: Options) -> Result {
 
 /// Connects with all others, when the lab says where they are.
 fn join(network: &Network, rank: usize, size: usize) -> Result<Arc<Fabric>> {
-    let at = |error| CliError::at(Path::new("127.0.0.1"))(error);
-    let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(at)?;
+    let at = |error| CliError::at(Path::new(&network.listen.to_string()))(error);
+    let listener = TcpListener::bind((network.listen, 0)).map_err(at)?;
     say(&Report::Listening(listener.local_addr().map_err(at)?))?;
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).map_err(CliError::at(Path::new("the lab")))?;

@@ -1,7 +1,7 @@
 //! What a lab tells its workers, and what they tell it: a file for each before it starts, then lines of JSON.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -40,6 +40,8 @@ pub struct Assignment {
 /// What it knows of the others, and how they are reached.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct Network {
+    /// Where it listens.
+    pub listen: IpAddr,
     /// Which fabric this is: two labs on one machine must not meet.
     pub fabric: u128,
     pub deadline_seconds: f64,

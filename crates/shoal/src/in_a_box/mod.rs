@@ -4,7 +4,9 @@
 
 pub mod assignment;
 pub mod gpu;
+mod namespace;
 pub mod trace;
 mod workers;
 
+pub use namespace::Namespace;
 pub use workers::Workers;

@@ -8,6 +8,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
+use super::Namespace;
 use super::assignment::{Assignment, Order, Report};
 use super::gpu::Mps;
 use crate::error::{CliError, Result};
@@ -37,9 +38,14 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// Starts a process for each assignment; they are told of each other. Those with a share of the GPU are clients of
-    /// the server.
-    pub fn start(folder: &Path, assignments: &[Assignment], mps: Option<&Mps>) -> Result<Workers> {
+    /// Starts a process for each assignment, in its network namespace where there is one; they are told of each other. Those
+    /// with a share of the GPU are clients of the server.
+    pub fn start(
+        folder: &Path,
+        assignments: &[Assignment],
+        mps: Option<&Mps>,
+        namespaces: &[Namespace],
+    ) -> Result<Workers> {
         let program = std::env::current_exe().map_err(CliError::at(folder))?;
         let (say, heard) = channel();
         let mut workers = Workers { all: Vec::new(), heard };
@@ -50,7 +56,10 @@ impl Workers {
             std::fs::write(&path, text).map_err(CliError::at(&path))?;
             let log = folder.join(format!("worker-{rank}.log"));
             let errors = File::create(&log).map_err(CliError::at(&log))?;
-            let mut command = Command::new(&program);
+            let mut command = match namespaces.get(rank) {
+                None => Command::new(&program),
+                Some(namespace) => namespace.command(&program),
+            };
             command.arg("worker").arg(&path);
             command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(errors);
             if let (Some(mps), Some(percent)) = (mps, assignment.gpu_percent) {
