@@ -87,7 +87,9 @@ pub fn run<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item], way: Way<F:
                         // It was sent before it comes around again. If it does not come back, sending has failed.
                         None => sending.take_back(scope),
                     };
-                    let Some(chunk) = chunk else { return group.failure() };
+                    let Some(chunk) = chunk else {
+                        return sending.failure.take().map_or_else(|| group.failure(), Err);
+                    };
                     sending.advance(scope);
                     let mut meanwhile = || sending.advance(scope);
                     match add {
@@ -112,8 +114,8 @@ pub fn run<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item], way: Way<F:
 }
 
 /// The sending half. It is done in passing, by the thread that receives: a chunk before each that is read, and more while
-/// there is nothing to read, so that what is under way stays in the cache. From the first chunk on that the network does
-/// not take at once while nothing comes either, a thread of its own does it.
+/// there is nothing to read, so that what is under way stays in the cache. From the moment on that the network takes none of
+/// a chunk, a thread of its own does it.
 struct Sending<'scope, 'a, 'f, F: Form> {
     form: &'f F,
     outgoing: Option<Outgoing<'f>>,
