@@ -24,6 +24,8 @@ pub enum Bug {
     ForgetPlanner,
     /// The controller does not look whether a slice has lost its last holder.
     ForgetHolders,
+    /// The controller goes back to a checkpoint whenever a worker dies, though others have its slices.
+    GiveUp,
     /// The controller removes checkpoints when the next one begins, not when it is complete.
     RemoveEarly,
     /// The worker runs on without a lease.
@@ -43,7 +45,7 @@ pub enum Bug {
 }
 
 impl Bug {
-    pub const ALL: [Bug; 18] = [
+    pub const ALL: [Bug; 19] = [
         Bug::SayBeforeSync,
         Bug::KeepTornTail,
         Bug::CountAgain,
@@ -54,6 +56,7 @@ impl Bug {
         Bug::StartUnready,
         Bug::ForgetPlanner,
         Bug::ForgetHolders,
+        Bug::GiveUp,
         Bug::RemoveEarly,
         Bug::IgnoreLease,
         Bug::ObeyOld,

@@ -132,7 +132,14 @@ struct Work {
 impl Controller {
     /// From a state that its records gave; [`Event::Started`] has to come first.
     pub fn new(settings: Settings, state: State) -> Controller {
-        Controller { settings, state, seen: BTreeMap::new(), stopping_ms: BTreeMap::new(), now_ms: 0, bug: None }
+        Controller {
+            settings,
+            state,
+            seen: BTreeMap::new(),
+            stopping_ms: BTreeMap::new(),
+            now_ms: 0,
+            bug: None,
+        }
     }
 
     /// For the drill.
@@ -286,8 +293,8 @@ impl Controller {
     fn judge_pace(&mut self, now_ms: u64, worker: WorkerId, work: &mut Work) {
         let known = u64::from(self.state.members[&worker].pace_percent);
         let seen = self.seen.get_mut(&worker).expect("members are seen");
-        let paces = seen.jobs.iter().filter_map(|(job, status)| Some((*job, status.part?.pace?)));
-        let Some((job, (step, percent))) = paces.last() else { return };
+        let mut paces = seen.jobs.iter().filter_map(|(job, status)| Some((*job, status.part?.pace?)));
+        let Some((job, (step, percent))) = paces.next_back() else { return };
         if seen.paced == Some((job, step)) {
             return;
         }
@@ -316,7 +323,10 @@ impl Controller {
         };
         let tells = !matches!(
             record,
-            Record::Committed { .. } | Record::Asked { .. } | Record::Refused { .. } | Record::Declined { .. }
+            Record::Committed { .. }
+                | Record::Asked { .. }
+                | Record::Refused { .. }
+                | Record::Declined { .. }
         );
         if tells {
             work.touched.append(&mut involved(&self.state));
@@ -333,7 +343,9 @@ impl Controller {
             }
             Record::Lost { worker, .. } => {
                 self.seen.remove(worker);
-                work.step.actions.push(Action::Send { to: *worker, message: ToWorker::Gone { worker: *worker } });
+                work.step
+                    .actions
+                    .push(Action::Send { to: *worker, message: ToWorker::Gone { worker: *worker } });
             }
             Record::Asked { job, .. } => {
                 work.step.actions.extend(plan_action(*job, &self.state.jobs[job]));

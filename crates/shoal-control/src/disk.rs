@@ -33,7 +33,8 @@ impl Folder {
 
 impl Disk for Folder {
     fn names(&self) -> io::Result<BTreeSet<String>> {
-        let name = |entry: io::Result<std::fs::DirEntry>| Ok(entry?.file_name().to_string_lossy().into_owned());
+        let name =
+            |entry: io::Result<std::fs::DirEntry>| Ok(entry?.file_name().to_string_lossy().into_owned());
         std::fs::read_dir(&self.0)?.map(name).collect()
     }
 

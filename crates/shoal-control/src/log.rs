@@ -40,6 +40,8 @@ pub enum LogError {
     DamagedSnapshot,
     #[error("the controller's log lacks the records from {expected} to {found}")]
     Gap { expected: u64, found: u64 },
+    #[error("there is a snapshot of the controller's state, but no log behind it")]
+    NoLog,
     #[error("the controller's log has a record that this version does not know: {0}")]
     Unknown(serde_json::Error),
     #[error("an earlier write of the controller's log failed; what is on the disk is not known")]
@@ -52,7 +54,7 @@ impl LogError {
             LogError::Disk(_) | LogError::Failed => {
                 "see to the disk and start the controller again; it goes on from what was written"
             }
-            LogError::Damaged(_) | LogError::DamagedSnapshot | LogError::Gap { .. } => {
+            LogError::Damaged(_) | LogError::DamagedSnapshot | LogError::Gap { .. } | LogError::NoLog => {
                 "the files are not as they were written; restore the folder, or begin with an empty one and submit the \
                  jobs again: they go on from their checkpoints"
             }
@@ -89,8 +91,10 @@ impl<D: Disk> Log<D> {
             let frame = Frame::first(&bytes).filter(|frame| frame.length() == bytes.len());
             state = frame.ok_or(LogError::DamagedSnapshot)?.content()?;
         }
-        if !names.contains(LOG) {
-            log.begin(&[])?;
+        match names.contains(LOG) {
+            true => {}
+            false if names.contains(SNAPSHOT) => return Err(LogError::NoLog),
+            false => log.begin()?,
         }
         let bytes = log.disk.read(LOG)?;
         let (whole, replayed) = replay(&bytes, &mut state)?;
@@ -134,7 +138,7 @@ impl<D: Disk> Log<D> {
             disk.rename(SNAPSHOT_PARTIAL, SNAPSHOT)?;
             disk.sync_names()
         })?;
-        self.begin(&[])
+        self.begin()
     }
 
     #[doc(hidden)]
@@ -147,10 +151,12 @@ impl<D: Disk> Log<D> {
         self.disk
     }
 
-    fn begin(&mut self, bytes: &[u8]) -> Result<(), LogError> {
+    /// With an empty frame, which says how many records came before.
+    fn begin(&mut self) -> Result<(), LogError> {
+        let bytes = frame(self.revision, &Vec::<Record>::new())?;
         self.bytes = bytes.len() as u64;
         self.guard(|disk| {
-            disk.create(LOG_PARTIAL, bytes)?;
+            disk.create(LOG_PARTIAL, &bytes)?;
             disk.sync(LOG_PARTIAL)?;
             disk.rename(LOG_PARTIAL, LOG)?;
             disk.sync_names()

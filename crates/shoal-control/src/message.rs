@@ -106,7 +106,12 @@ pub enum Source {
     Fresh,
     Checkpoint(Checkpoint),
     /// From those who have it in memory; `alive` are the workers of that plan that still are.
-    Held { epoch: Epoch, plan: Plan, step: u64, alive: Vec<WorkerId> },
+    Held {
+        epoch: Epoch,
+        plan: Plan,
+        step: u64,
+        alive: Vec<WorkerId>,
+    },
 }
 
 impl Source {
@@ -158,12 +163,21 @@ pub struct Orders {
 #[serde(rename_all = "snake_case")]
 pub enum ToWorker {
     /// The answer to a joining: its number.
-    Welcome { name: String, boot: u64, worker: WorkerId },
+    Welcome {
+        name: String,
+        boot: u64,
+        worker: WorkerId,
+    },
     /// The answer to a joining whose number nobody ever used, until it was taken for dead: join anew.
-    Late { name: String, boot: u64 },
+    Late {
+        name: String,
+        boot: u64,
+    },
     Orders(Orders),
     /// Taken for dead, or released after it wished to leave.
-    Gone { worker: WorkerId },
+    Gone {
+        worker: WorkerId,
+    },
 }
 
 /// What a worker does in the plan in force.

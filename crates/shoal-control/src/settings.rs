@@ -55,7 +55,9 @@ pub enum SettingsError {
          deadline of {deadline_ms} ms"
     )]
     LeaseOutlivesDeadline { lease_ms: u64, halt_ms_max: u64, deadline_ms: u64 },
-    #[error("reports every {report_every_ms} ms do not renew a lease of {lease_ms} ms if one of them is lost")]
+    #[error(
+        "reports every {report_every_ms} ms do not renew a lease of {lease_ms} ms if one of them is lost"
+    )]
     ReportsTooRare { report_every_ms: u64, lease_ms: u64 },
 }
 

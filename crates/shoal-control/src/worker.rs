@@ -22,8 +22,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::bug::Bug;
 use crate::message::{
-    Closing, Command, Epoch, JobId, Order, Orders, Part, Plan, Progress, Report, Save, Source, Stage, Standing,
-    Status, ToController, ToWorker, WorkerId,
+    Closing, Command, Epoch, JobId, Order, Orders, Part, Plan, Progress, Report, Save, Source, Stage,
+    Standing, Status, ToController, ToWorker, WorkerId,
 };
 use crate::settings::Settings;
 
@@ -295,7 +295,9 @@ impl Worker {
                 }
             }
             EngineEvent::NotInstalled { epoch, culprit } => slot.progress(epoch, Progress::Failed(culprit)),
-            EngineEvent::Saved { id, done } => slot.saved = Some((id, done)).filter(|_| slot.saving == Some(id)),
+            EngineEvent::Saved { id, done } => {
+                slot.saved = Some((id, done)).filter(|_| slot.saving == Some(id))
+            }
             EngineEvent::Moved { epoch, standing, pace } => {
                 if let Some(part) = slot.part.as_mut().filter(|part| part.epoch == epoch) {
                     part.standing = standing;
@@ -326,7 +328,8 @@ impl Worker {
             }
             return;
         };
-        let jobs: BTreeMap<JobId, Status> = self.slots.iter().map(|(job, slot)| (*job, slot.status())).collect();
+        let jobs: BTreeMap<JobId, Status> =
+            self.slots.iter().map(|(job, slot)| (*job, slot.status())).collect();
         if !due && jobs == self.said {
             return;
         }
@@ -431,7 +434,9 @@ impl Slot {
         bug: Option<Bug>,
         actions: &mut Vec<Action>,
     ) {
-        let Some(part) = self.part.as_mut().filter(|part| part.epoch == epoch && part.stage == Stage::Stopped) else {
+        let Some(part) =
+            self.part.as_mut().filter(|part| part.epoch == epoch && part.stage == Stage::Stopped)
+        else {
             return;
         };
         let behind = part.standing.step + 1 == step || bug == Some(Bug::SettleAgain);

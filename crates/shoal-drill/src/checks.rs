@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use shoal_control::controller::state::{Base, Job, Phase, Rest, State};
-use shoal_control::message::{Epoch, JobId};
+use shoal_control::message::{Epoch, JobId, Plan};
 
 use crate::engine::JobEngine;
 use crate::toy::{Rights, SLICES};
@@ -18,8 +18,12 @@ pub struct Checks {
     began: BTreeMap<(JobId, Epoch), u64>,
     /// How far it came.
     reached: BTreeMap<(JobId, Epoch), u64>,
+    /// The plan whose workers have each job's state.
+    held: BTreeMap<JobId, Plan>,
     /// The largest revision that anyone was told.
     told: u64,
+    /// The controller's state when it died.
+    left: Option<State>,
     /// Of the controller's state when it was last looked at.
     seen: u64,
 }
@@ -29,10 +33,26 @@ impl Checks {
         self.told = self.told.max(revision);
     }
 
-    pub fn restarted(&mut self, revision: u64) -> Option<Broken> {
-        let (told, rule) = (self.told, "nothing said that can be forgotten");
+    pub fn died(&mut self, state: &State) {
+        self.left = Some(state.clone());
+    }
+
+    /// What it finds in its log is all that it had said, and what it had in memory if no record is missing. Records that
+    /// starting itself made are no part of what was found.
+    pub fn restarted(&mut self, state: &State, made: u64) -> Option<Broken> {
+        let (told, revision, rule) = (self.told, state.revision - made, "nothing said that can be forgotten");
         self.seen = 0;
-        (revision < told).then(|| (rule, format!("{revision} records are left of {told} that workers heard of")))
+        if revision < told {
+            return Some((rule, format!("{revision} records are left of {told} that workers heard of")));
+        }
+        let left = self.left.take().filter(|left| made == 0 && left.revision == revision)?;
+        (left != *state).then(|| (rule, "the log gives another state than there was".to_owned()))
+    }
+
+    /// A job goes back to its checkpoint.
+    pub fn restored(&self, job: JobId, state: &State) -> Option<Broken> {
+        let plan = self.held.get(&job).filter(|plan| state.covers(plan))?;
+        Some(("nothing given up", format!("{job:?} goes back, though {plan:?} is all there")))
     }
 
     pub fn reached(&mut self, job: JobId, epoch: Epoch, version: u64) {
@@ -80,7 +100,8 @@ impl Checks {
                     false => engine.is_some_and(|engine| engine.holds(*epoch)),
                 };
                 if !right {
-                    let sentence = format!("{id:?} {epoch:?} is at {step}, but worker {number} at {version:?}");
+                    let sentence =
+                        format!("{id:?} {epoch:?} is at {step}, but worker {number} at {version:?}");
                     return Some(("one version", sentence));
                 }
             }
@@ -109,12 +130,14 @@ impl Checks {
             return None;
         }
         self.seen = state.revision;
+        self.held = state.jobs.iter().filter_map(|(id, job)| Some((*id, job.held()?.clone()))).collect();
         if let Some(broken) = self.holdings(world, state) {
             return Some(broken);
         }
         for (id, job) in &state.jobs {
             if job.counted - job.undone != job.committed {
-                let sentence = format!("{} counted, {} undone, {} done", job.counted, job.undone, job.committed);
+                let sentence =
+                    format!("{} counted, {} undone, {} done", job.counted, job.undone, job.committed);
                 return Some(("every step counted once", sentence));
             }
             let possible = match &job.base {
@@ -153,7 +176,8 @@ impl Checks {
         let done = |job: &&Job| job.phase == Phase::Resting(Rest::Done);
         let mut jobs = state.jobs.values().filter(done);
         let saved = |job: &&Job| {
-            job.committed == job.spec.steps && job.checkpoints.last().is_some_and(|last| last.step == job.spec.steps)
+            job.committed == job.spec.steps
+                && job.checkpoints.last().is_some_and(|last| last.step == job.spec.steps)
         };
         let job = jobs.find(|job| !saved(job))?;
         Some(("progress", format!("{} is done, but not all of it is saved", job.spec.name)))

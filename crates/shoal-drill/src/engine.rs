@@ -47,11 +47,21 @@ pub enum Timer {
 
 #[derive(Debug)]
 pub enum Out {
-    Peer { to: WorkerId, peer: Peer },
-    Timer { in_ms: u64, epoch: Epoch, timer: Timer },
+    Peer {
+        to: WorkerId,
+        peer: Peer,
+    },
+    Timer {
+        in_ms: u64,
+        epoch: Epoch,
+        timer: Timer,
+    },
     Event(EngineEvent),
     /// An epoch starts here, with slices at this version.
-    Begins { epoch: Epoch, version: u64 },
+    Begins {
+        epoch: Epoch,
+        version: u64,
+    },
     /// What must not be.
     Wrong(String),
 }
@@ -147,14 +157,18 @@ impl JobEngine {
                     return;
                 };
                 if share.standing().applied || !share.missing.is_empty() {
-                    around.out.push(Out::Wrong(format!("{epoch:?} starts with slices of two versions, or without some")));
+                    around.out.push(Out::Wrong(format!(
+                        "{epoch:?} starts with slices of two versions, or without some"
+                    )));
                 }
                 around.out.push(Out::Begins { epoch, version: share.version() });
                 self.run = Some(Run { epoch, steps, after: None, halting: false });
                 self.begin_step(around);
             }
             EngineCommand::Halt { epoch, after } => {
-                let Some(run) = self.run.as_mut().filter(|run| run.epoch == epoch && !run.halting) else { return };
+                let Some(run) = self.run.as_mut().filter(|run| run.epoch == epoch && !run.halting) else {
+                    return;
+                };
                 run.after = after;
                 if after.is_none() {
                     run.halting = true;
@@ -213,7 +227,9 @@ impl JobEngine {
                     let holders = plan.holders[slice].iter().map(|place| plan.members[*place]);
                     let holders: Vec<WorkerId> = holders.filter(|holder| alive.contains(holder)).collect();
                     let Some(of) = holders.get(around.random.below(holders.len() as u64) as usize) else {
-                        around.out.push(Out::Wrong(format!("slice {slice} is to be fetched, but nobody has it")));
+                        around
+                            .out
+                            .push(Out::Wrong(format!("slice {slice} is to be fetched, but nobody has it")));
                         continue;
                     };
                     share.missing.insert(slice, *of);
@@ -249,7 +265,9 @@ impl JobEngine {
                 self.advance(around);
             }
             PeerKind::Fetch { place, step, install } => {
-                let Some(slice) = share.slices.get(&place).filter(|slice| slice.version == step) else { return };
+                let Some(slice) = share.slices.get(&place).filter(|slice| slice.version == step) else {
+                    return;
+                };
                 let kind = PeerKind::Piece { place, slice: *slice };
                 let peer = Peer { job: self.job, from: around.me, epoch: install, kind };
                 around.out.push(Out::Peer { to: from, peer });
@@ -277,7 +295,9 @@ impl JobEngine {
             }
             Timer::Settled { step, closing } => self.settle(epoch, step, closing, around),
             Timer::NoPiece => {
-                let Some(share) = self.shares.get(&epoch).filter(|_| self.installing == Some(epoch)) else { return };
+                let Some(share) = self.shares.get(&epoch).filter(|_| self.installing == Some(epoch)) else {
+                    return;
+                };
                 if let Some(culprit) = share.missing.values().next().copied() {
                     self.installing = None;
                     let culprit = Some(culprit);
@@ -326,7 +346,9 @@ impl JobEngine {
             Some(position) => position * BATCH,
             None => step * BATCH,
         };
-        let Some(samples) = toy::share(&share.plan, around.me, start).filter(|_| run.epoch == epoch) else { return };
+        let Some(samples) = toy::share(&share.plan, around.me, start).filter(|_| run.epoch == epoch) else {
+            return;
+        };
         let kind = PeerKind::Gradient { step, samples };
         say_all(share, Peer { job, from: around.me, epoch, kind }, &mut around.out);
     }
@@ -365,7 +387,8 @@ impl JobEngine {
     fn update(&mut self, epoch: Epoch, step: u64, all: bool, around: &mut Around) {
         let pace = around.pace_percent;
         let Some((share, run)) = self.active(around) else { return };
-        let Some((_, samples)) = share.reduced.filter(|(reduced, _)| *reduced == step && run.epoch == epoch) else {
+        let Some((_, samples)) = share.reduced.filter(|(reduced, _)| *reduced == step && run.epoch == epoch)
+        else {
             return;
         };
         let closing = share.closing.expect("updates are begun when it is known");

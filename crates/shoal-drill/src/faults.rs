@@ -11,21 +11,57 @@ pub const FAULTS_END_MS: u64 = 14_000;
 #[derive(Clone, Debug)]
 pub enum Fault {
     /// A worker's process starts, if it is not there.
-    Start { node: usize },
-    Kill { node: usize, for_ms: u64 },
-    Freeze { node: usize, for_ms: u64 },
-    Slow { node: usize, percent: u32 },
+    Start {
+        node: usize,
+    },
+    Kill {
+        node: usize,
+        for_ms: u64,
+    },
+    Freeze {
+        node: usize,
+        for_ms: u64,
+    },
+    Slow {
+        node: usize,
+        percent: u32,
+    },
     /// A preemption notice; the machine is gone after that, and comes back later.
-    Notice { node: usize, in_ms: u64, back_ms: u64 },
-    KillController { for_ms: u64 },
+    Notice {
+        node: usize,
+        in_ms: u64,
+        back_ms: u64,
+    },
+    KillController {
+        for_ms: u64,
+    },
     /// The power goes after so many operations on its disk.
-    Fuse { operations: u64, for_ms: u64 },
-    FreezeController { for_ms: u64 },
-    Cut { from: Option<usize>, to: Option<usize>, both: bool, for_ms: u64 },
+    Fuse {
+        operations: u64,
+        for_ms: u64,
+    },
+    FreezeController {
+        for_ms: u64,
+    },
+    Cut {
+        from: Option<usize>,
+        to: Option<usize>,
+        both: bool,
+        for_ms: u64,
+    },
     /// From everyone.
-    Isolate { node: Option<usize>, for_ms: u64 },
-    Submit { job: JobId, spec: JobSpec },
-    Wish { job: JobId, wish: Wish },
+    Isolate {
+        node: Option<usize>,
+        for_ms: u64,
+    },
+    Submit {
+        job: JobId,
+        spec: JobSpec,
+    },
+    Wish {
+        job: JobId,
+        wish: Wish,
+    },
 }
 
 /// What the network does to messages, in percent.

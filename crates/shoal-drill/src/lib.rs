@@ -17,7 +17,8 @@
 //! 4. **No torn checkpoint.** Whatever the controller takes for complete is there, whole, and of one step.
 //! 5. **One version.** All slices are at the same one when a plan starts, and at the one that the controller says.
 //! 6. **Nothing said that can be forgotten.** A controller that starts again knows all that it had told anyone.
-//! 7. **Progress.** Once faults stop, every job that is not cancelled is done within a bounded time.
+//! 7. **Nothing given up.** No job goes back to a checkpoint while every slice has a living holder.
+//! 8. **Progress.** Once faults stop, every job that is not cancelled is done within a bounded time.
 
 mod checks;
 mod coverage;
@@ -62,7 +63,10 @@ impl fmt::Display for Failure {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Failure { seed, bug, at_ms, rule, seen } = self;
         writeln!(out, "seed {seed}, {at_ms} ms: {rule}: {seen}")?;
-        write!(out, "again, with all events: cargo run --release -p shoal-drill --example replay -- --seed {seed}")?;
+        write!(
+            out,
+            "again, with all events: cargo run --release -p shoal-drill --example replay -- --seed {seed}"
+        )?;
         match bug {
             Some(bug) => write!(out, " --bug {bug:?}"),
             None => Ok(()),

@@ -30,8 +30,12 @@ pub fn fresh(job: JobId, slice: usize) -> Slice {
 impl Slice {
     pub fn apply(&mut self, samples: Samples, closing: Closing) {
         self.version += 1;
-        self.digest =
-            mixed(self.digest ^ mixed(samples.0) ^ mixed(samples.1).rotate_left(7) ^ closing.sums[0].rotate_left(13));
+        self.digest = mixed(
+            self.digest
+                ^ mixed(samples.0)
+                ^ mixed(samples.1).rotate_left(7)
+                ^ closing.sums[0].rotate_left(13),
+        );
     }
 
     /// Whether it is what every slice of that number is at that version.
@@ -77,9 +81,8 @@ pub fn computing(plan: &Plan) -> &[WorkerId] {
 /// All samples of a step if the shares make up one run of them without a gap.
 pub fn together(mut shares: Vec<Samples>) -> Samples {
     shares.sort_unstable();
-    let joined = shares.iter().skip(1).try_fold(shares[0], |all, next| {
-        (all.1 == next.0).then_some((all.0, next.1))
-    });
+    let joined =
+        shares.iter().skip(1).try_fold(shares[0], |all, next| (all.1 == next.0).then_some((all.0, next.1)));
     // No run of samples: no slice that this is applied to will ever be right.
     joined.unwrap_or((u64::MAX, shares.iter().map(|share| share.0).sum()))
 }

@@ -4,7 +4,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
-use shoal_control::controller::record::Paced;
+use shoal_control::controller::record::{Paced, Record};
 use shoal_control::controller::state::{Rest, Wish};
 use shoal_control::controller::{self, Action, Proposal};
 use shoal_control::message::{Epoch, JobId, Plan, ToController, ToWorker, WorkerId};
@@ -32,14 +32,41 @@ pub type Party = Option<usize>;
 
 pub enum Happening {
     ToController(ToController),
-    ToWorker { node: usize, message: ToWorker },
-    Peer { from: usize, node: usize, peer: Peer },
-    Planned { life: u64, job: JobId, request: u64, answer: Result<Proposal, String> },
-    Timer { node: usize, life: u64, job: JobId, epoch: Epoch, timer: Timer },
-    Tick { party: Party, life: u64 },
-    Start { party: Party },
+    ToWorker {
+        node: usize,
+        message: ToWorker,
+    },
+    Peer {
+        from: usize,
+        node: usize,
+        peer: Peer,
+    },
+    Planned {
+        life: u64,
+        job: JobId,
+        request: u64,
+        answer: Result<Proposal, String>,
+    },
+    Timer {
+        node: usize,
+        life: u64,
+        job: JobId,
+        epoch: Epoch,
+        timer: Timer,
+    },
+    Tick {
+        party: Party,
+        life: u64,
+    },
+    Start {
+        party: Party,
+    },
     /// The end of a preemption notice.
-    Taken { node: usize, life: u64, back_ms: u64 },
+    Taken {
+        node: usize,
+        life: u64,
+        back_ms: u64,
+    },
     Fault(Fault),
     Heal,
 }
@@ -108,7 +135,8 @@ impl<'a> World<'a> {
         let settings = settings.check().expect("the drill's settings fence");
         let mut random = Random::new(seed);
         let course = faults::draw(&mut random);
-        let mut clock = || Clock { offset_ms: random.below(1_000_000), rate_permille: random.between(990, 1_010) };
+        let mut clock =
+            || Clock { offset_ms: random.below(1_000_000), rate_permille: random.between(990, 1_010) };
         let controller_clock = clock();
         let node = |clock| Node {
             worker: None,
@@ -169,7 +197,8 @@ impl<'a> World<'a> {
                 break;
             }
             if self.now_ms > FAULTS_END_MS + PROGRESS_MS {
-                let jobs = self.keeper.as_ref().map(|keeper| keeper.state().jobs.values().collect::<Vec<_>>());
+                let jobs =
+                    self.keeper.as_ref().map(|keeper| keeper.state().jobs.values().collect::<Vec<_>>());
                 let seen = format!("not done {PROGRESS_MS} ms after the last fault: {jobs:?}");
                 return Err(self.failure("progress", seen));
             }
@@ -396,11 +425,10 @@ impl<'a> World<'a> {
                 if opened.cut_bytes > 0 {
                     self.coverage.count("log: torn");
                 }
-                let revision = keeper.state().revision;
-                self.keeper = Some(keeper);
-                if let Some(broken) = self.checks.restarted(revision) {
+                if let Some(broken) = self.checks.restarted(keeper.state(), step.records.len() as u64) {
                     self.wrong = Some(broken);
                 }
+                self.keeper = Some(keeper);
                 let life = self.controller_life;
                 self.place(self.now_ms + TICK_MS, Happening::Tick { party: None, life });
                 self.act(step);
@@ -411,6 +439,7 @@ impl<'a> World<'a> {
 
     fn kill_controller(&mut self, for_ms: u64) {
         let Some(keeper) = self.keeper.take() else { return };
+        self.checks.died(keeper.state());
         let mut disk = keeper.into_disk();
         disk.lose_power(&mut self.random);
         self.disk = Some(disk);
@@ -446,6 +475,9 @@ impl<'a> World<'a> {
             };
             let checkpoints = record.job().is_some_and(checkpoints);
             self.coverage.record(record, checkpoints);
+            if let (Record::Restored { job }, Some(keeper)) = (record, &self.keeper) {
+                self.wrong = self.wrong.take().or_else(|| self.checks.restored(*job, keeper.state()));
+            }
             self.say(|| format!("{record:?}"));
         }
         for action in step.actions {
@@ -462,7 +494,9 @@ impl<'a> World<'a> {
                     }
                     self.tell_worker(node, message);
                 }
-                Action::Plan { job, request, workers, held } => self.plan(job, request, &workers, held.as_ref()),
+                Action::Plan { job, request, workers, held } => {
+                    self.plan(job, request, &workers, held.as_ref())
+                }
                 Action::KeepCheckpoints { job, ids } => self.store.keep(job, &ids),
             }
         }
@@ -561,7 +595,9 @@ impl<'a> World<'a> {
                             _ => {}
                         }
                         self.say(|| format!("worker {node}: {job:?} {command:?}"));
-                        events.extend(self.engine_outs(node, job, |engine, around| engine.command(command, around)));
+                        events.extend(
+                            self.engine_outs(node, job, |engine, around| engine.command(command, around)),
+                        );
                     }
                     worker::Action::Exit => {
                         let back_ms = self.random.between(50, 1_500);
@@ -592,7 +628,8 @@ impl<'a> World<'a> {
             process.engines.remove(&job);
             return Vec::new();
         };
-        let (may_run, life, pace_percent) = (process.may_run(self.now_ms), process.life, process.pace_percent);
+        let (may_run, life, pace_percent) =
+            (process.may_run(self.now_ms), process.life, process.pace_percent);
         let engine = process.engines.entry(job).or_insert_with(|| JobEngine::new(job));
         let (bug, random, store) = (self.bug, &mut self.random, &mut self.store);
         let mut around = Around { me, pace_percent, may_run, bug, random, store, out: Vec::new() };

@@ -38,7 +38,8 @@ impl Controller {
     fn quarantine(&self, now_ms: u64) -> Option<Record> {
         let usable = |worker: &WorkerId| {
             let member = self.state.members.get(worker);
-            member.is_some_and(|member| member.quarantined_until_ms.is_none() && member.leaves_by_ms.is_none())
+            member
+                .is_some_and(|member| member.quarantined_until_ms.is_none() && member.leaves_by_ms.is_none())
         };
         let (worker, _) =
             self.seen.iter().find(|(worker, seen)| seen.strikes >= STRIKES_MAX && usable(worker))?;
@@ -63,7 +64,9 @@ impl Controller {
         let culprit = |worker: &WorkerId| {
             let status = self.seen.get(worker)?.jobs.get(&id)?;
             match record {
-                Record::Decided { .. } => status.part.filter(|part| Some(part.epoch) == base_epoch(job))?.culprit,
+                Record::Decided { .. } => {
+                    status.part.filter(|part| Some(part.epoch) == base_epoch(job))?.culprit
+                }
                 Record::Abandoned { .. } => match status.next? {
                     (epoch, Progress::Failed(culprit)) if epoch == job.epoch => culprit,
                     _ => None,
@@ -131,7 +134,8 @@ impl Controller {
         let workers = available(&self.state, targets, id);
         let enough = workers.len() >= job.spec.workers_min.max(1);
         if job.wish == Wish::Run && !done && enough {
-            if let Some(plan) = next.filter(|plan| plan.members.iter().all(|member| workers.contains(member))) {
+            if let Some(plan) = next.filter(|plan| plan.members.iter().all(|member| workers.contains(member)))
+            {
                 return Some(self.begin_move(id, job, plan.clone()));
             }
             // One that waits gives its workers back: others may be waiting for them.
@@ -187,7 +191,10 @@ impl Controller {
                     let targets = targets(&self.state);
                     let workers = available(&self.state, &targets, id);
                     let held = job.held().is_none_or(|plan| self.covers(plan));
-                    if !held || job.wish != Wish::Run || !plan.members.iter().all(|member| workers.contains(member)) {
+                    if !held
+                        || job.wish != Wish::Run
+                        || !plan.members.iter().all(|member| workers.contains(member))
+                    {
                         return;
                     }
                     self.begin_move(id, job, plan)
@@ -244,8 +251,12 @@ impl Controller {
         }
         let stop = |after, why| Some(Record::Stopping { job: id, after, why, next: None });
         let target = targets.get(&id);
-        let taken: Vec<WorkerId> =
-            plan.members.iter().copied().filter(|worker| !target.is_some_and(|t| t.contains(worker))).collect();
+        let taken: Vec<WorkerId> = plan
+            .members
+            .iter()
+            .copied()
+            .filter(|worker| !target.is_some_and(|t| t.contains(worker)))
+            .collect();
         if !plan.members.iter().all(|worker| self.state.is_alive(*worker)) {
             return stop(None, Why::Lost);
         }
@@ -306,7 +317,8 @@ impl Controller {
             parts.iter().map(|(_, part)| stopped(part).map(|part| part.standing)).collect();
         let Some(standings) = standings else {
             let lost = !plan.members.iter().all(|worker| self.state.is_alive(*worker));
-            let stalled = parts.iter().any(|(_, part)| stopped(part).is_some_and(|part| part.culprit.is_some()));
+            let stalled =
+                parts.iter().any(|(_, part)| stopped(part).is_some_and(|part| part.culprit.is_some()));
             let since_ms = self.stopping_ms.get(&id).copied().unwrap_or(0);
             let late = now_ms >= since_ms + self.settings.grace_ms;
             return (after.is_some() && (lost || stalled || late)).then_some(Record::Hurried { job: id });
@@ -359,7 +371,8 @@ impl Controller {
     /// How far the plan in force has come beyond what is committed.
     fn progress(&self, id: JobId, job: &Job, plan: &Plan) -> Option<(u64, Option<Closing>)> {
         let standings = self.parts(id, job, plan).filter_map(|(_, part)| Some(part?.standing));
-        let ahead = standings.max_by_key(Standing::reaches).filter(|standing| standing.reaches() > job.committed)?;
+        let ahead =
+            standings.max_by_key(Standing::reaches).filter(|standing| standing.reaches() > job.committed)?;
         Some((ahead.reaches(), ahead.closing))
     }
 
@@ -381,6 +394,9 @@ impl Controller {
     }
 
     fn covers(&self, plan: &Plan) -> bool {
+        if self.bug == Some(Bug::GiveUp) && self.state.alive(plan).len() < plan.members.len() {
+            return false;
+        }
         self.state.covers(plan) || self.bug == Some(Bug::ForgetHolders) && !self.state.alive(plan).is_empty()
     }
 

@@ -37,7 +37,11 @@ mod tests {
         assert_eq!(agree(7, None, &[behind, behind]), Some((7, closing(6))));
         assert_eq!(agree(7, None, &[behind, partly]), Some((8, closing(7))));
         assert_eq!(agree(7, None, &[ahead, behind]), Some((8, closing(7))));
-        assert_eq!(agree(8, closing(7), &[behind]), Some((8, closing(7))), "the one who knew is dead, but told");
+        assert_eq!(
+            agree(8, closing(7), &[behind]),
+            Some((8, closing(7))),
+            "the one who knew is dead, but told"
+        );
     }
 
     #[test]

@@ -179,8 +179,12 @@ impl State {
                     self.changed(*at_ms);
                 }
             }
-            Record::Leaving { worker, by_ms } => self.member(*worker, |member| member.leaves_by_ms = Some(*by_ms)),
-            Record::Paced { worker, percent } => self.member(*worker, |member| member.pace_percent = *percent),
+            Record::Leaving { worker, by_ms } => {
+                self.member(*worker, |member| member.leaves_by_ms = Some(*by_ms))
+            }
+            Record::Paced { worker, percent } => {
+                self.member(*worker, |member| member.pace_percent = *percent)
+            }
             Record::Quarantined { worker, until_ms } => {
                 self.member(*worker, |member| member.quarantined_until_ms = Some(*until_ms));
             }
