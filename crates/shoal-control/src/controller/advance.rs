@@ -130,10 +130,9 @@ impl Controller {
         if job.held().is_some_and(|plan| !self.covers(plan)) {
             return Some(Record::Restored { job: id });
         }
-        let done = job.committed >= job.spec.steps;
         let workers = available(&self.state, targets, id);
         let enough = workers.len() >= job.spec.workers_min.max(1);
-        if job.wish == Wish::Run && !done && enough {
+        if job.wish == Wish::Run && !job.is_finished() && enough {
             if let Some(plan) = next.filter(|plan| plan.members.iter().all(|member| workers.contains(member)))
             {
                 return Some(self.begin_move(id, job, plan.clone()));
@@ -145,15 +144,11 @@ impl Controller {
                 return question;
             }
         }
-        let rest = match job.wish {
-            Wish::Cancel => Rest::Cancelled,
-            _ if done => Rest::Done,
-            Wish::Pause => Rest::Paused,
-            Wish::Run => Rest::Queued,
-        };
-        let saved = job.checkpoints.last().map_or(0, |checkpoint| checkpoint.step) == job.committed;
+        let rest = job.rest();
         match job.held() {
-            Some(plan) if !saved && rest != Rest::Cancelled => self.begin_save(id, job, plan, job.committed),
+            Some(plan) if !job.is_saved() && rest != Rest::Cancelled => {
+                self.begin_save(id, job, plan, job.committed)
+            }
             _ => Some(Record::Rested { job: id, rest }),
         }
     }
@@ -260,7 +255,7 @@ impl Controller {
         if !plan.members.iter().all(|worker| self.state.is_alive(*worker)) {
             return stop(None, Why::Lost);
         }
-        if job.committed >= job.spec.steps {
+        if job.is_finished() {
             return stop(Some(job.spec.steps - 1), Why::Finished);
         }
         if self.parts(id, job, plan).any(|(_, part)| part.is_some_and(|part| part.stage == Stage::Stopped)) {
@@ -286,7 +281,7 @@ impl Controller {
         if let Some(save) = &job.saving {
             return self.end_save(id, save);
         }
-        let last = job.checkpoints.last().map_or(0, |checkpoint| checkpoint.step);
+        let last = job.saved_step();
         let step = job.committed + self.settings.save_ahead_steps;
         let due = job.committed >= last + job.spec.checkpoint_every_steps && step < job.spec.steps;
         if due { self.begin_save(id, job, plan, step) } else { None }
@@ -355,17 +350,10 @@ impl Controller {
         if let Some(save) = &job.saving {
             return self.end_save(id, save);
         }
-        let saved = job.checkpoints.last().map_or(0, |checkpoint| checkpoint.step) == job.committed;
-        if !saved {
+        if !job.is_saved() {
             return self.begin_save(id, job, plan, job.committed);
         }
-        let rest = match job.wish {
-            Wish::Cancel => Rest::Cancelled,
-            _ if job.committed >= job.spec.steps => Rest::Done,
-            Wish::Pause => Rest::Paused,
-            Wish::Run => Rest::Queued,
-        };
-        Some(Record::Rested { job: id, rest })
+        Some(Record::Rested { job: id, rest: job.rest() })
     }
 
     /// How far the plan in force has come beyond what is committed.

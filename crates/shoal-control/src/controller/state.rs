@@ -270,6 +270,30 @@ impl Job {
         !matches!(self.phase, Phase::Resting(Rest::Done | Rest::Cancelled))
     }
 
+    /// All steps are done, though perhaps not saved.
+    pub fn is_finished(&self) -> bool {
+        self.committed >= self.spec.steps
+    }
+
+    /// Of the last complete checkpoint; the beginning needs none.
+    pub fn saved_step(&self) -> u64 {
+        self.checkpoints.last().map_or(0, |checkpoint| checkpoint.step)
+    }
+
+    pub fn is_saved(&self) -> bool {
+        self.saved_step() == self.committed
+    }
+
+    /// What it becomes when nobody has anything of it.
+    pub fn rest(&self) -> Rest {
+        match self.wish {
+            Wish::Cancel => Rest::Cancelled,
+            _ if self.is_finished() => Rest::Done,
+            Wish::Pause => Rest::Paused,
+            Wish::Run => Rest::Queued,
+        }
+    }
+
     /// The plan whose workers have the job's state.
     pub fn held(&self) -> Option<&Plan> {
         match &self.base {
@@ -400,7 +424,7 @@ impl Job {
     /// To what storage has.
     fn go_back(&mut self) {
         self.base = self.checkpoints.last().map_or(Base::Fresh, |checkpoint| Base::Checkpoint(*checkpoint));
-        let step = self.checkpoints.last().map_or(0, |checkpoint| checkpoint.step);
+        let step = self.saved_step();
         self.undone += self.committed - step;
         (self.committed, self.closing, self.saving) = (step, None, None);
     }
