@@ -27,6 +27,7 @@ use serde::{Deserialize, Serialize};
 use crate::bug::Bug;
 use crate::message::{JobId, Orders, Plan, Report, Status, ToController, ToWorker, WorkerId};
 use crate::settings::Settings;
+use allocation::Targets;
 use record::{Loss, Paced, Record};
 use state::{JobSpec, State, Wish};
 
@@ -116,6 +117,8 @@ pub struct Controller {
     stopping_ms: BTreeMap<JobId, u64>,
     /// Of the last event.
     now_ms: u64,
+    /// As they follow from the state, which steps that are done do not change; they are much work for many jobs.
+    targets: Option<Targets>,
     bug: Option<Bug>,
 }
 
@@ -138,6 +141,7 @@ impl Controller {
             seen: BTreeMap::new(),
             stopping_ms: BTreeMap::new(),
             now_ms: 0,
+            targets: None,
             bug: None,
         }
     }
@@ -330,6 +334,9 @@ impl Controller {
         );
         if tells {
             work.touched.append(&mut involved(&self.state));
+        }
+        if !matches!(record, Record::Committed { .. }) {
+            self.targets = None;
         }
         self.blame(&record);
         self.state.apply(&record);

@@ -19,11 +19,15 @@ use crate::message::{
 const STRIKES_MAX: u32 = 2;
 
 impl Controller {
-    pub(super) fn next(&self, now_ms: u64) -> Option<Record> {
-        self.dismiss(now_ms).or_else(|| self.quarantine(now_ms)).or_else(|| {
-            let targets = targets(&self.state);
-            self.state.jobs.iter().find_map(|(id, job)| self.next_of(now_ms, *id, job, &targets))
-        })
+    pub(super) fn next(&mut self, now_ms: u64) -> Option<Record> {
+        let of_members = self.dismiss(now_ms).or_else(|| self.quarantine(now_ms));
+        if of_members.is_some() {
+            return of_members;
+        }
+        let targets = self.targets.take().unwrap_or_else(|| targets(&self.state));
+        let of_jobs = self.state.jobs.iter().find_map(|(id, job)| self.next_of(now_ms, *id, job, &targets));
+        self.targets = Some(targets);
+        of_jobs
     }
 
     /// Those who wish to leave go when no job has anything on them.
