@@ -1,0 +1,397 @@
+//! The controller: who is there, which jobs there are, the plan in force for each, and how it changes. It is a pure state
+//! machine: [`Controller::step`] takes the time and an event and gives records, to be written down, and actions, to be
+//! taken once they are.
+//!
+//! It has two parts. What must not be lost is the [`State`], which changes by records only. What may be lost is what it
+//! has heard lately: each worker's last report. Every decision is a function of the two (`advance`), and what workers are
+//! told is a function of the first ([`orders`](mod@orders)). So nothing depends on having seen an event at the right
+//! moment, and a controller that starts again goes on as soon as the workers have reported once more.
+//!
+//! A change of plan goes like this, with what makes it go on in brackets: `Stopping` (a worker is dead, stalled or taken
+//! away, or a better plan pays), `Decided` (every worker of the plan has stopped or is dead), `Settled` (all are at the one
+//! step), `Asked` and `Moving` (the planner has answered), `Started` (all have their new state). If a worker dies on the
+//! way, what was done is still good or is done again: until `Started`, the old plan's workers keep their state.
+
+mod advance;
+mod agree;
+mod allocation;
+pub mod orders;
+mod payback;
+pub mod record;
+pub mod state;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use crate::bug::Bug;
+use crate::message::{JobId, Orders, Plan, Report, Status, ToController, ToWorker, WorkerId};
+use crate::settings::Settings;
+use allocation::Targets;
+use record::{Loss, Paced, Record};
+use state::{JobSpec, State, Wish};
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Event {
+    /// It begins, or goes on from its log.
+    Started,
+    /// Time has passed: at least every `report_every_ms`.
+    Tick,
+    Message(ToController),
+    /// The planner's answer, or why there is no plan.
+    Planned {
+        job: JobId,
+        request: u64,
+        answer: Result<Proposal, String>,
+    },
+    Submit {
+        job: JobId,
+        spec: JobSpec,
+    },
+    Wish {
+        job: JobId,
+        wish: Wish,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Proposal {
+    pub plan: Plan,
+    /// How long training pauses for the state to move there.
+    pub move_ms: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    Send {
+        to: WorkerId,
+        message: ToWorker,
+    },
+    /// To one who is no member (any more, or yet).
+    Answer {
+        name: String,
+        message: ToWorker,
+    },
+    /// Ask the planner, who answers with [`Event::Planned`].
+    Plan {
+        job: JobId,
+        request: u64,
+        workers: Vec<Paced>,
+        held: Option<Plan>,
+    },
+    /// All other checkpoints of the job, whole or not, may be removed.
+    KeepCheckpoints {
+        job: JobId,
+        ids: Vec<u64>,
+    },
+}
+
+/// What an event led to. The actions may be taken once the records are on the disk.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Step {
+    pub records: Vec<Record>,
+    pub actions: Vec<Action>,
+}
+
+/// What was heard of a worker lately.
+#[derive(Clone, Debug, Default)]
+struct Seen {
+    heard_ms: u64,
+    /// Of its last report.
+    number: u64,
+    jobs: BTreeMap<JobId, Status>,
+    /// The revision at which its orders last changed.
+    told: u64,
+    /// The last step whose pace was looked at, and how many in a row were off.
+    paced: Option<(JobId, u64)>,
+    off: u32,
+    /// How often peers could not reach it since a step was last done.
+    strikes: u32,
+}
+
+pub struct Controller {
+    settings: Settings,
+    state: State,
+    seen: BTreeMap<WorkerId, Seen>,
+    /// Since when jobs have been stopping.
+    stopping_ms: BTreeMap<JobId, u64>,
+    /// Of the last event.
+    now_ms: u64,
+    /// As they follow from the state, which steps that are done do not change; they are much work for many jobs.
+    targets: Option<Targets>,
+    bug: Option<Bug>,
+}
+
+/// An event that is being worked on.
+#[derive(Default)]
+struct Work {
+    step: Step,
+    /// Workers whose orders may have changed.
+    touched: BTreeSet<WorkerId>,
+    /// Jobs whose checkpoints may have changed.
+    saved: BTreeSet<JobId>,
+}
+
+impl Controller {
+    /// From a state that its records gave; [`Event::Started`] has to come first.
+    pub fn new(settings: Settings, state: State) -> Controller {
+        Controller {
+            settings,
+            state,
+            seen: BTreeMap::new(),
+            stopping_ms: BTreeMap::new(),
+            now_ms: 0,
+            targets: None,
+            bug: None,
+        }
+    }
+
+    /// For the drill.
+    #[doc(hidden)]
+    pub fn plant(&mut self, bug: Option<Bug>) {
+        self.bug = bug;
+    }
+
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    pub fn step(&mut self, now_ms: u64, event: Event) -> Step {
+        let mut work = Work::default();
+        let mut news = true;
+        self.wake(now_ms);
+        match event {
+            Event::Started => self.start(now_ms, &mut work),
+            Event::Tick => self.watch(now_ms, &mut work),
+            Event::Message(ToController::Join { name, boot }) => self.join(now_ms, name, boot, &mut work),
+            Event::Message(ToController::Report(report)) => news = self.hear(now_ms, report, &mut work),
+            Event::Planned { job, request, answer } => self.planned(now_ms, job, request, answer, &mut work),
+            Event::Submit { job, spec } => {
+                if !self.state.jobs.contains_key(&job) {
+                    self.note(now_ms, Record::Submitted { job, spec }, &mut work);
+                }
+            }
+            Event::Wish { job, wish } => self.wish(now_ms, job, wish, &mut work),
+        }
+        while news && let Some(record) = self.next(now_ms) {
+            self.note(now_ms, record, &mut work);
+        }
+        self.tell(&mut work);
+        work.step
+    }
+
+    /// One who was frozen has heard nobody, which says nothing about them.
+    fn wake(&mut self, now_ms: u64) {
+        if now_ms > self.now_ms + 2 * self.settings.report_every_ms {
+            self.seen.values_mut().for_each(|seen| seen.heard_ms = now_ms);
+        }
+        self.now_ms = now_ms;
+    }
+
+    /// Nobody knows when workers were last heard of, so each gets a whole deadline.
+    fn start(&mut self, now_ms: u64, work: &mut Work) {
+        for worker in self.state.members.keys() {
+            let seen = Seen { heard_ms: now_ms, told: self.state.revision, ..Seen::default() };
+            self.seen.insert(*worker, seen);
+        }
+        work.saved.extend(self.state.jobs.keys());
+        if self.bug == Some(Bug::ForgetPlanner) {
+            return;
+        }
+        for (job, state) in &self.state.jobs {
+            work.step.actions.extend(plan_action(*job, state));
+        }
+    }
+
+    /// Who has been silent for too long, and who may be used again.
+    fn watch(&mut self, now_ms: u64, work: &mut Work) {
+        let deadline_ms = match self.bug {
+            Some(Bug::DeadTooSoon) => self.settings.report_every_ms * 2,
+            _ => self.settings.deadline_ms,
+        };
+        let silent = |seen: &Seen| now_ms >= seen.heard_ms + deadline_ms;
+        let lost: Vec<WorkerId> =
+            self.seen.iter().filter(|(_, seen)| silent(seen)).map(|(worker, _)| *worker).collect();
+        for worker in lost {
+            self.note(now_ms, Record::Lost { worker, how: Loss::Silent, at_ms: now_ms }, work);
+        }
+        let over = |until: Option<u64>| until.is_some_and(|until| now_ms >= until);
+        let members = self.state.members.iter().filter(|(_, member)| over(member.quarantined_until_ms));
+        let cleared: Vec<WorkerId> = members.map(|(worker, _)| *worker).collect();
+        for worker in cleared {
+            self.note(now_ms, Record::Cleared { worker }, work);
+        }
+    }
+
+    fn join(&mut self, now_ms: u64, name: String, boot: u64, work: &mut Work) {
+        let known = self.state.names.get(&name).copied();
+        let worker = match known {
+            // A message from before: its sender has begun anew since.
+            Some((last, _)) if boot < last => return,
+            Some((last, worker)) if boot == last => worker,
+            other => {
+                if let Some((_, worker)) = other.filter(|(_, worker)| self.state.is_alive(*worker)) {
+                    self.note(now_ms, Record::Lost { worker, how: Loss::Replaced, at_ms: now_ms }, work);
+                }
+                let worker = WorkerId(self.state.worker + 1);
+                let record = Record::Joined { worker, name: name.clone(), boot, at_ms: now_ms };
+                self.note(now_ms, record, work);
+                worker
+            }
+        };
+        let message = match self.state.is_alive(worker) {
+            true => ToWorker::Welcome { name: name.clone(), boot, worker },
+            false => ToWorker::Late { name: name.clone(), boot },
+        };
+        work.step.actions.push(Action::Answer { name, message });
+    }
+
+    /// Takes a report in, answers it, and says whether there is anything new in it.
+    fn hear(&mut self, now_ms: u64, report: Report, work: &mut Work) -> bool {
+        let Report { worker, number, revision, leaving_in_ms, jobs } = report;
+        let Some(member) = self.state.members.get(&worker) else {
+            let message = ToWorker::Gone { worker };
+            work.step.actions.push(Action::Send { to: worker, message });
+            return false;
+        };
+        let leaves = leaving_in_ms.filter(|_| member.leaves_by_ms.is_none());
+        let seen = self.seen.get_mut(&worker).expect("members are seen");
+        if number <= seen.number {
+            if self.bug == Some(Bug::CountAgain) {
+                self.count_again(now_ms, &jobs, work);
+            }
+            return false;
+        }
+        (seen.heard_ms, seen.number) = (now_ms, number);
+        let news = seen.jobs != jobs || leaves.is_some();
+        if news {
+            seen.jobs = jobs;
+            self.judge_pace(now_ms, worker, work);
+        }
+        if let Some(in_ms) = leaves {
+            self.note(now_ms, Record::Leaving { worker, by_ms: now_ms + in_ms }, work);
+        }
+        if revision < self.seen[&worker].told {
+            work.touched.insert(worker);
+        } else {
+            let orders = Orders { worker, acknowledged: number, revision: self.state.revision, jobs: None };
+            work.step.actions.push(Action::Send { to: worker, message: ToWorker::Orders(orders) });
+        }
+        news
+    }
+
+    fn count_again(&mut self, now_ms: u64, jobs: &BTreeMap<JobId, Status>, work: &mut Work) {
+        for (job, status) in jobs {
+            let Some(state) = self.state.jobs.get(job) else { continue };
+            let counted = |part: &crate::message::Part| {
+                part.epoch == state.epoch && part.standing.reaches() == state.committed
+            };
+            if matches!(state.phase, state::Phase::Running) && status.part.as_ref().is_some_and(counted) {
+                let record = Record::Committed { job: *job, step: state.committed + 1, closing: None };
+                self.note(now_ms, record, work);
+            }
+        }
+    }
+
+    /// A device whose own work takes another time than what is known of it, in several steps one after the other.
+    fn judge_pace(&mut self, now_ms: u64, worker: WorkerId, work: &mut Work) {
+        let known = u64::from(self.state.members[&worker].pace_percent);
+        let seen = self.seen.get_mut(&worker).expect("members are seen");
+        let mut paces = seen.jobs.iter().filter_map(|(job, status)| Some((*job, status.part?.pace?)));
+        let Some((job, (step, percent))) = paces.next_back() else { return };
+        if seen.paced == Some((job, step)) {
+            return;
+        }
+        seen.paced = Some((job, step));
+        let (measured, factor) = (u64::from(percent), u64::from(self.settings.slow_percent));
+        let is_off = measured * 100 >= known * factor || known * 100 >= measured * factor;
+        seen.off = if is_off { seen.off + 1 } else { 0 };
+        if seen.off >= self.settings.slow_steps {
+            seen.off = 0;
+            self.note(now_ms, Record::Paced { worker, percent }, work);
+        }
+    }
+
+    fn wish(&mut self, now_ms: u64, job: JobId, wish: Wish, work: &mut Work) {
+        let Some(state) = self.state.jobs.get(&job) else { return };
+        if state.is_open() && state.wish != wish && state.wish != Wish::Cancel {
+            self.note(now_ms, Record::Wished { job, wish }, work);
+        }
+    }
+
+    /// Writes a record down, and what follows from it.
+    fn note(&mut self, now_ms: u64, record: Record, work: &mut Work) {
+        let involved = |state: &State| {
+            let job = record.job().and_then(|job| state.jobs.get(&job));
+            job.map(state::Job::involved).unwrap_or_default()
+        };
+        let tells = !matches!(
+            record,
+            Record::Committed { .. }
+                | Record::Asked { .. }
+                | Record::Refused { .. }
+                | Record::Declined { .. }
+        );
+        if tells {
+            work.touched.append(&mut involved(&self.state));
+        }
+        if !matches!(record, Record::Committed { .. }) {
+            self.targets = None;
+        }
+        self.blame(&record);
+        self.state.apply(&record);
+        if tells {
+            work.touched.append(&mut involved(&self.state));
+        }
+        match &record {
+            Record::Joined { worker, .. } => {
+                let seen = Seen { heard_ms: now_ms, ..Seen::default() };
+                self.seen.insert(*worker, seen);
+            }
+            Record::Lost { worker, .. } => {
+                self.seen.remove(worker);
+                work.step
+                    .actions
+                    .push(Action::Send { to: *worker, message: ToWorker::Gone { worker: *worker } });
+            }
+            Record::Asked { job, .. } => {
+                work.step.actions.extend(plan_action(*job, &self.state.jobs[job]));
+            }
+            Record::Stopping { job, .. } => {
+                self.stopping_ms.insert(*job, now_ms);
+                work.saved.insert(*job);
+            }
+            Record::SaveBegun { job, .. } if self.bug == Some(Bug::RemoveEarly) => {
+                let ids = vec![self.state.jobs[job].checkpoint];
+                work.step.actions.push(Action::KeepCheckpoints { job: *job, ids });
+            }
+            Record::SaveDropped { job } | Record::SaveCompleted { job } | Record::Restored { job } => {
+                work.saved.insert(*job);
+            }
+            _ => {}
+        }
+        work.step.records.push(record);
+    }
+
+    /// What goes out at the end: orders to those whose orders changed, and which checkpoints count.
+    fn tell(&mut self, work: &mut Work) {
+        for worker in std::mem::take(&mut work.touched) {
+            let Some(seen) = self.seen.get_mut(&worker) else { continue };
+            seen.told = self.state.revision;
+            let jobs = Some(orders::orders(&self.state, worker));
+            let orders = Orders { worker, acknowledged: seen.number, revision: self.state.revision, jobs };
+            work.step.actions.push(Action::Send { to: worker, message: ToWorker::Orders(orders) });
+        }
+        for job in &work.saved {
+            let state = &self.state.jobs[job];
+            let begun = state.saving.iter().map(|save| &save.checkpoint);
+            let ids = state.checkpoints.iter().chain(begun).map(|checkpoint| checkpoint.id).collect();
+            work.step.actions.push(Action::KeepCheckpoints { job: *job, ids });
+        }
+    }
+}
+
+fn plan_action(id: JobId, job: &state::Job) -> Option<Action> {
+    let workers = job.asked.clone()?;
+    Some(Action::Plan { job: id, request: job.request, workers, held: job.held().cloned() })
+}

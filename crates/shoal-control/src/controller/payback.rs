@@ -1,0 +1,51 @@
+//! Whether a change that need not be made is worth making: the steps done until the next change is expected, with it and
+//! without it.
+
+use super::record::Weighing;
+use super::state::{Changes, Job};
+use crate::settings::Settings;
+
+/// The mean time between changes of the fleet so far, once there were a few.
+pub fn changes_every_ms(changes: &Changes, settings: &Settings) -> u64 {
+    const FEW: u64 = 4;
+    if changes.count < FEW {
+        return settings.changes_every_ms;
+    }
+    (changes.last_ms - changes.first_ms) / (changes.count - 1)
+}
+
+pub fn weigh(job: &Job, step_ms_after: u64, move_ms: u64, changes_ms: u64) -> Option<Weighing> {
+    let step_ms = job.held()?.step_ms;
+    let remaining_ms = (job.spec.steps - job.committed.min(job.spec.steps)).saturating_mul(step_ms);
+    Some(Weighing { step_ms, step_ms_after, move_ms, horizon_ms: changes_ms.min(remaining_ms) })
+}
+
+impl Weighing {
+    /// More steps are done within the horizon, though it begins with a pause.
+    pub fn pays(&self) -> bool {
+        let trained_ms = u128::from(self.horizon_ms.saturating_sub(self.move_ms));
+        trained_ms * u128::from(self.step_ms) > u128::from(self.horizon_ms) * u128::from(self.step_ms_after)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_pays_if_the_pause_is_made_up_for_before_the_next() {
+        let weighing = Weighing { step_ms: 200, step_ms_after: 100, move_ms: 1_000, horizon_ms: 2_001 };
+        assert!(weighing.pays());
+        assert!(!Weighing { horizon_ms: 2_000, ..weighing }.pays(), "only just made up for");
+        assert!(!Weighing { horizon_ms: 900, ..weighing }.pays(), "the pause is longer than what is left");
+        assert!(!Weighing { step_ms_after: 200, move_ms: 0, ..weighing }.pays(), "no gain");
+    }
+
+    #[test]
+    fn changes_are_expected_as_often_as_they_were_seen() {
+        let settings = Settings::default();
+        let seen = Changes { count: 5, first_ms: 1_000, last_ms: 9_000 };
+        assert_eq!(changes_every_ms(&seen, &settings), 2_000);
+        assert_eq!(changes_every_ms(&Changes { count: 3, ..seen }, &settings), settings.changes_every_ms);
+    }
+}

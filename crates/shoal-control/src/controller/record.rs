@@ -1,0 +1,209 @@
+//! What the controller has learnt and decided, one record each. The state is what follows from them, in their order.
+
+use serde::{Deserialize, Serialize};
+
+use super::state::{JobSpec, Rest, Wish};
+use crate::message::{Closing, Epoch, JobId, Plan, Save, WorkerId};
+
+/// A worker and what its steps take, in percent of what was predicted: what planners are given.
+pub type Paced = (WorkerId, u32);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Loss {
+    /// Silent past the deadline.
+    Silent,
+    /// Its process began anew.
+    Replaced,
+    /// It wished to leave, and no job needs it any more.
+    Left,
+}
+
+/// Why a plan in force ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Why {
+    /// A worker of it is dead.
+    Lost,
+    /// A worker of it stopped by itself: a peer failed, or its lease ran out.
+    Stalled,
+    /// A worker of it is to leave, is in quarantine, or goes to another job.
+    Taken,
+    /// Another plan is faster by more than the change costs.
+    Pays,
+    /// It was paused or cancelled.
+    Wished,
+    /// All steps are done.
+    Finished,
+}
+
+/// Why a plan whose state was being moved did not come into force.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Failure {
+    /// A worker that was to run it, or that had state for it, is no longer to be had.
+    Member,
+    /// A worker could not get its state.
+    Transfer,
+    Wished,
+}
+
+/// What a change would bring and what it costs. Written down when it is not made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Weighing {
+    pub step_ms: u64,
+    pub step_ms_after: u64,
+    pub move_ms: u64,
+    /// Until the next change of the fleet is expected, or the job is done.
+    pub horizon_ms: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Record {
+    Joined {
+        worker: WorkerId,
+        name: String,
+        boot: u64,
+        at_ms: u64,
+    },
+    Lost {
+        worker: WorkerId,
+        how: Loss,
+        at_ms: u64,
+    },
+    /// It is to leave by then.
+    Leaving {
+        worker: WorkerId,
+        by_ms: u64,
+    },
+    Paced {
+        worker: WorkerId,
+        percent: u32,
+    },
+    Quarantined {
+        worker: WorkerId,
+        until_ms: u64,
+    },
+    Cleared {
+        worker: WorkerId,
+    },
+
+    Submitted {
+        job: JobId,
+        spec: JobSpec,
+    },
+    Wished {
+        job: JobId,
+        wish: Wish,
+    },
+    /// The planner is asked for the best plan on these workers.
+    Asked {
+        job: JobId,
+        request: u64,
+        workers: Vec<Paced>,
+    },
+    /// There is no plan on them.
+    Refused {
+        job: JobId,
+        reason: String,
+    },
+    /// There is one, but the one in force stays.
+    Declined {
+        job: JobId,
+        weighing: Weighing,
+    },
+    /// State moves to where a new plan needs it. `sources` are those who have it.
+    Moving {
+        job: JobId,
+        epoch: Epoch,
+        plan: Plan,
+        sources: Vec<WorkerId>,
+    },
+    Abandoned {
+        job: JobId,
+        why: Failure,
+    },
+    /// Everyone has its state: the plan is in force.
+    Started {
+        job: JobId,
+    },
+    /// Slices can all be brought to this step, come what may while a holder of each lives.
+    Committed {
+        job: JobId,
+        step: u64,
+        closing: Option<Closing>,
+    },
+    /// The plan in force ends after a step, or at once.
+    Stopping {
+        job: JobId,
+        after: Option<u64>,
+        why: Why,
+        next: Option<Plan>,
+    },
+    Hurried {
+        job: JobId,
+    },
+    /// Everyone has stopped, and all go on from this step.
+    Decided {
+        job: JobId,
+        step: u64,
+        closing: Option<Closing>,
+    },
+    /// Everyone is at that step.
+    Settled {
+        job: JobId,
+    },
+    /// Some slices are lost: all go back to the last complete checkpoint, or to the beginning.
+    Restored {
+        job: JobId,
+    },
+    SaveBegun {
+        job: JobId,
+        save: Save,
+    },
+    SaveDropped {
+        job: JobId,
+    },
+    SaveCompleted {
+        job: JobId,
+    },
+    /// Nobody has anything of it; what it will go on from is its last checkpoint.
+    Rested {
+        job: JobId,
+        rest: Rest,
+    },
+}
+
+impl Record {
+    /// The job that it is about.
+    pub fn job(&self) -> Option<JobId> {
+        match self {
+            Record::Joined { .. }
+            | Record::Lost { .. }
+            | Record::Leaving { .. }
+            | Record::Paced { .. }
+            | Record::Quarantined { .. }
+            | Record::Cleared { .. } => None,
+            Record::Submitted { job, .. }
+            | Record::Wished { job, .. }
+            | Record::Asked { job, .. }
+            | Record::Refused { job, .. }
+            | Record::Declined { job, .. }
+            | Record::Moving { job, .. }
+            | Record::Abandoned { job, .. }
+            | Record::Started { job }
+            | Record::Committed { job, .. }
+            | Record::Stopping { job, .. }
+            | Record::Hurried { job }
+            | Record::Decided { job, .. }
+            | Record::Settled { job }
+            | Record::Restored { job }
+            | Record::SaveBegun { job, .. }
+            | Record::SaveDropped { job }
+            | Record::SaveCompleted { job }
+            | Record::Rested { job, .. } => Some(*job),
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! Controller and log together. This is the one way to run a controller: records are on the disk before the actions that
+//! rest on them come out.
+
+use crate::bug::Bug;
+use crate::controller::state::State;
+use crate::controller::{Controller, Event, Step};
+use crate::disk::Disk;
+use crate::log::{Log, LogError, Opened};
+use crate::settings::Settings;
+
+/// The log begins anew after this much.
+pub const LOG_BYTES_MAX: u64 = 1 << 22;
+
+pub struct Keeper<D> {
+    controller: Controller,
+    log: Log<D>,
+    log_bytes_max: u64,
+    bug: Option<Bug>,
+}
+
+impl<D: Disk> Keeper<D> {
+    /// Goes on from what the disk has, and gives what is to be done first.
+    pub fn open(settings: Settings, disk: D, now_ms: u64) -> Result<(Keeper<D>, Step, Opened), LogError> {
+        Keeper::open_with(settings, disk, now_ms, LOG_BYTES_MAX, None)
+    }
+
+    /// For the drill.
+    #[doc(hidden)]
+    pub fn open_with(
+        settings: Settings,
+        disk: D,
+        now_ms: u64,
+        log_bytes_max: u64,
+        bug: Option<Bug>,
+    ) -> Result<(Keeper<D>, Step, Opened), LogError> {
+        let (log, state, opened) = Log::open(disk, bug)?;
+        let mut controller = Controller::new(settings, state);
+        controller.plant(bug);
+        let mut keeper = Keeper { controller, log, log_bytes_max, bug };
+        let step = keeper.step(now_ms, Event::Started)?;
+        Ok((keeper, step, opened))
+    }
+
+    pub fn state(&self) -> &State {
+        self.controller.state()
+    }
+
+    /// Of the log since it was last begun anew.
+    pub fn log_bytes(&self) -> u64 {
+        self.log.bytes()
+    }
+
+    /// Takes in an event, and gives what may now be done and told. After an error nothing more may be done with it: what is on the disk is for the next to find out.
+    pub fn step(&mut self, now_ms: u64, event: Event) -> Result<Step, LogError> {
+        let step = self.controller.step(now_ms, event);
+        if !step.records.is_empty() {
+            self.log.append(&step.records)?;
+            if self.bug != Some(Bug::SayBeforeSync) {
+                self.log.sync()?;
+            }
+        }
+        if self.log.bytes() > self.log_bytes_max {
+            self.log.snapshot(self.controller.state())?;
+        }
+        Ok(step)
+    }
+
+    /// For one who plays crashes.
+    #[doc(hidden)]
+    pub fn disk_mut(&mut self) -> &mut D {
+        self.log.disk_mut()
+    }
+
+    /// For one who plays crashes.
+    #[doc(hidden)]
+    pub fn into_disk(self) -> D {
+        self.log.into_disk()
+    }
+}

@@ -1,0 +1,250 @@
+//! What controller and workers say to each other, and the words for it.
+//!
+//! There are three messages. A worker says [`ToController::Join`] until it has a number, and from then on
+//! [`ToController::Report`]: its whole state, whenever that changes and every `report_every_ms`. The controller answers
+//! with [`ToWorker::Orders`]: what holds for this worker now. Both may be lost, late, doubled or out of order: each replaces
+//! what its sender said before, and numbers tell which is newer. [`ToWorker::Gone`] answers a worker that the controller
+//! has given up: it lets go of everything and joins anew.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// One life of a worker: a number that the controller gives out at joining and never again. A worker that was declared
+/// dead and comes back gets another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct WorkerId(pub u64);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct JobId(pub u64);
+
+/// Of a job's plans: each has its own, and later ones have larger ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Epoch(pub u64);
+
+/// What is added up over all devices at the end of a step and its updates go by: norm, loss, targets, as bits, which only
+/// engines read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Closing {
+    /// The step that they close: its updates take slices from this version to the next.
+    pub step: u64,
+    pub sums: [u64; 4],
+}
+
+/// Where a worker's slices are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Standing {
+    /// Updates that every slice here has seen.
+    pub step: u64,
+    /// Whether some slices have already seen the next one.
+    pub applied: bool,
+    /// Of the last step whose sums are known here: that one, or the one before. Nobody knows a step's sums before every
+    /// holder has its reduced gradient.
+    pub closing: Option<Closing>,
+}
+
+impl Standing {
+    /// At a step, with nothing of the next.
+    pub fn at(step: u64) -> Standing {
+        Standing { step, applied: false, closing: None }
+    }
+
+    /// The version that this worker's slices can be brought to.
+    pub fn reaches(&self) -> u64 {
+        self.step.max(self.closing.map_or(0, |closing| closing.step + 1))
+    }
+}
+
+/// A plan as far as controllers look into it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Plan {
+    /// The workers that it runs on, in the order of its devices.
+    pub members: Vec<WorkerId>,
+    /// Who holds the same slices, replicas and mirrors: each slice's set of holders once, by their places in `members`,
+    /// the one that saves them first.
+    pub holders: Vec<Vec<usize>>,
+    /// Predicted.
+    pub step_ms: u64,
+    /// The table itself, which planners write and engines read.
+    pub table: String,
+}
+
+impl Plan {
+    pub fn place(&self, worker: WorkerId) -> Option<usize> {
+        self.members.iter().position(|member| *member == worker)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Checkpoint {
+    /// A number that the job gives out once.
+    pub id: u64,
+    pub step: u64,
+}
+
+/// A checkpoint that is being made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Save {
+    pub checkpoint: Checkpoint,
+    /// Who writes the slices of each of the plan's sets of holders: the parts, all of which make it complete.
+    pub writers: Vec<WorkerId>,
+}
+
+/// Where the state of a new plan comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Source {
+    /// Made new, as a function of the seed.
+    Fresh,
+    Checkpoint(Checkpoint),
+    /// From those who have it in memory; `alive` are the workers of that plan that still are.
+    Held {
+        epoch: Epoch,
+        plan: Plan,
+        step: u64,
+        alive: Vec<WorkerId>,
+    },
+}
+
+impl Source {
+    pub fn step(&self) -> u64 {
+        match self {
+            Source::Fresh => 0,
+            Source::Checkpoint(checkpoint) => checkpoint.step,
+            Source::Held { step, .. } => *step,
+        }
+    }
+}
+
+/// What holds for a worker in a job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Command {
+    /// Get the state of a plan that may come into force, and keep all there is meanwhile.
+    Install { plan: Plan, source: Source },
+    /// The plan is in force. Run until `steps`; earlier plans' state is no longer needed.
+    Run { steps: u64 },
+    /// Stop after that step, or give up the step that is under way.
+    Stop { after: Option<u64> },
+    /// Bring every slice to a step, by the closing sums of the one before, and stay there.
+    GoTo { step: u64, closing: Option<Closing> },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Order {
+    pub epoch: Epoch,
+    pub command: Command,
+    pub save: Option<Save>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Orders {
+    pub worker: WorkerId,
+    /// The latest report heard; the lease counts from its sending.
+    pub acknowledged: u64,
+    /// The records that these orders follow from.
+    pub revision: u64,
+    /// For each job that it has something of or is to get something of; what is not named is let go. Nothing where the
+    /// worker has said that it knows.
+    pub jobs: Option<BTreeMap<JobId, Order>>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ToWorker {
+    /// The answer to a joining: its number.
+    Welcome {
+        name: String,
+        boot: u64,
+        worker: WorkerId,
+    },
+    /// The answer to a joining whose number nobody ever used, until it was taken for dead: join anew.
+    Late {
+        name: String,
+        boot: u64,
+    },
+    Orders(Orders),
+    /// Taken for dead, or released after it wished to leave.
+    Gone {
+        worker: WorkerId,
+    },
+}
+
+/// What a worker does in the plan in force.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    Running,
+    /// Told to stop, or stopping by itself: something may still be under way.
+    Stopping,
+    /// Nothing is under way, and nothing will be in this epoch.
+    Stopped,
+    /// Rolling forward.
+    Settling,
+}
+
+/// A worker's part in the plan in force.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Part {
+    pub epoch: Epoch,
+    pub stage: Stage,
+    pub standing: Standing,
+    /// Whom it waited for in vain when it stopped by itself.
+    pub culprit: Option<WorkerId>,
+    /// What its own work in a step took, in percent of what was predicted; waiting for others does not count. With the step.
+    pub pace: Option<(u64, u32)>,
+}
+
+/// A worker's state of the plan that may come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Progress {
+    Underway,
+    Ready,
+    /// Could not get all of it; from whom, if a worker is to blame.
+    Failed(Option<WorkerId>),
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Status {
+    pub part: Option<Part>,
+    pub next: Option<(Epoch, Progress)>,
+    /// The checkpoint that it was last asked for: done, or that it came too late for it.
+    pub saved: Option<(u64, bool)>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Report {
+    pub worker: WorkerId,
+    /// Counts its reports.
+    pub number: u64,
+    /// Of the newest orders it has heard.
+    pub revision: u64,
+    /// It wants to leave, or will be taken away in so many milliseconds.
+    pub leaving_in_ms: Option<u64>,
+    pub jobs: BTreeMap<JobId, Status>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ToController {
+    /// `boot` grows with every joining under a name, across restarts of its process.
+    Join {
+        name: String,
+        boot: u64,
+    },
+    Report(Report),
+}

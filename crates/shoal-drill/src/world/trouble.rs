@@ -1,0 +1,130 @@
+//! What faults do to the world, and how it heals.
+
+use shoal_control::controller::state::Wish;
+use shoal_control::message::JobId;
+use shoal_control::{Keeper, controller, worker};
+
+use super::{Happening, World};
+use crate::disk::TornDisk;
+use crate::faults::{Fault, Weather};
+
+impl World<'_> {
+    pub(super) fn fault(&mut self, fault: Fault) {
+        self.say(|| format!("fault: {fault:?}"));
+        let until_ms = |for_ms| self.now_ms + for_ms;
+        match fault {
+            Fault::Start { node } => {
+                if self.now_ms > 200 {
+                    self.coverage.count("fault: worker joins");
+                }
+                self.start_worker(node);
+            }
+            Fault::Kill { node, for_ms } => {
+                self.coverage.count("fault: worker killed");
+                self.kill(node, for_ms);
+            }
+            Fault::Freeze { node, for_ms } => {
+                self.coverage.count("fault: worker frozen");
+                self.nodes[node].frozen_until_ms = until_ms(for_ms);
+            }
+            Fault::Slow { node, percent } => {
+                self.coverage.count("fault: worker slowed");
+                self.nodes[node].pace_percent = percent;
+            }
+            Fault::Notice { node, in_ms, back_ms } => {
+                self.coverage.count("fault: preemption notice");
+                let life = self.nodes[node].life;
+                self.place(until_ms(in_ms), Happening::Taken { node, life, back_ms });
+                self.worker(node, worker::Event::Notice { in_ms });
+            }
+            Fault::KillController { for_ms } => {
+                self.coverage.count("fault: controller killed");
+                self.kill_controller(for_ms);
+            }
+            Fault::Fuse { operations, for_ms } => {
+                self.controller_down_ms = for_ms;
+                if let Some(keeper) = &mut self.keeper {
+                    keeper.disk_mut().fuse = Some(operations);
+                }
+            }
+            Fault::FreezeController { for_ms } => {
+                self.coverage.count("fault: controller frozen");
+                self.controller_frozen_until_ms = until_ms(for_ms);
+            }
+            Fault::Cut { from, to, both, for_ms } => {
+                self.coverage.count(match (from, to, both) {
+                    (_, _, false) => "fault: one way cut",
+                    (Some(_), Some(_), true) => "fault: two workers cut off from each other",
+                    _ => "fault: worker cut off",
+                });
+                let until_ms = until_ms(for_ms);
+                self.cuts.insert((from, to), until_ms);
+                if both {
+                    self.cuts.insert((to, from), until_ms);
+                }
+            }
+            Fault::Isolate { node, for_ms } => {
+                self.coverage.count(match node {
+                    Some(_) => "fault: worker cut off",
+                    None => "fault: controller cut off",
+                });
+                let until_ms = until_ms(for_ms);
+                for other in std::iter::once(None).chain((0..self.nodes.len()).map(Some)) {
+                    self.cuts.insert((node, other), until_ms);
+                    self.cuts.insert((other, node), until_ms);
+                }
+            }
+            Fault::Submit { job, spec } => self.ask_controller(controller::Event::Submit { job, spec }),
+            Fault::Wish { job, wish } => self.ask_controller(controller::Event::Wish { job, wish }),
+        }
+    }
+
+    /// A user asks again until the controller is there.
+    fn ask_controller(&mut self, event: controller::Event) {
+        if self.keeper.is_some() && self.controller_frozen_until_ms <= self.now_ms {
+            self.controller(event.clone());
+        }
+        let known = |keeper: &Keeper<TornDisk>| match &event {
+            controller::Event::Submit { job, .. } => keeper.state().jobs.contains_key(job),
+            controller::Event::Wish { job, wish } => {
+                let job = keeper.state().jobs.get(job);
+                job.is_some_and(|job| !job.is_open() || job.wish == *wish || job.wish == Wish::Cancel)
+            }
+            _ => true,
+        };
+        if !self.keeper.as_ref().is_some_and(known) {
+            let fault = match event {
+                controller::Event::Submit { job, spec } => Fault::Submit { job, spec },
+                // Whoever wanted a pause gives up; otherwise it might come after the wish to go on.
+                controller::Event::Wish { wish: Wish::Pause, .. } => return,
+                controller::Event::Wish { job, wish } => Fault::Wish { job, wish },
+                _ => return,
+            };
+            self.place(self.now_ms + 200, Happening::Fault(fault));
+        }
+    }
+
+    /// No fault is left: everyone is there, nothing is cut, and nothing is paused.
+    pub(super) fn heal(&mut self) {
+        self.say(|| "all faults end".to_owned());
+        self.cuts.clear();
+        self.weather = Weather { lost: 0, doubled: 0, late: 0 };
+        self.controller_frozen_until_ms = 0;
+        if let Some(keeper) = &mut self.keeper {
+            keeper.disk_mut().fuse = None;
+        }
+        self.place(self.now_ms + 1, Happening::Start { party: None });
+        for node in 0..self.nodes.len() {
+            self.nodes[node].frozen_until_ms = 0;
+            self.nodes[node].pace_percent = 100;
+            self.place(self.now_ms + 1, Happening::Start { party: Some(node) });
+        }
+        for job in [JobId(1), JobId(2)] {
+            let wished = self.keeper.as_ref().is_some_and(|keeper| keeper.state().jobs.contains_key(&job));
+            if wished || job == JobId(1) {
+                let fault = Fault::Wish { job, wish: Wish::Run };
+                self.place(self.now_ms + 3_100, Happening::Fault(fault));
+            }
+        }
+    }
+}
