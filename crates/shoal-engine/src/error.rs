@@ -24,6 +24,10 @@ pub enum EngineError {
     Movement { instruction: String },
     #[error("a thread could not be started: {source}")]
     Thread { source: std::io::Error },
+    #[error("{tensor}: an update of it was cut short, and nobody knows what it reached")]
+    Torn { tensor: String },
+    #[error("slices at step {from} cannot be brought to step {to}: {what}")]
+    Unsettled { from: u64, to: u64, what: &'static str },
     #[error("step {step}: the {what} is {value}, not a finite number")]
     NotFinite { step: u64, what: &'static str, value: f64, checkpoint: Option<u64> },
     #[error("step {step}: none of the global batch's {samples} samples has a target to learn from")]
@@ -56,6 +60,9 @@ impl EngineError {
             EngineError::Net(error) => error.hint().map(Into::into),
             EngineError::Movement { .. } => Some("plan the job for one device whose own memory holds it".into()),
             EngineError::Thread { .. } => Some("the system's limit of threads is reached: see ulimit -u".into()),
+            EngineError::Torn { .. } | EngineError::Unsettled { .. } => {
+                Some("run the same command again: it resumes from the last checkpoint".into())
+            }
             EngineError::NotFinite { checkpoint, .. } => Some(match checkpoint {
                 Some(step) => format!(
                     "the checkpoint of step {step} is intact; lower train.optimizer.lr or set clip_norm, then resume from it"

@@ -7,6 +7,7 @@ mod clockwork;
 mod moves;
 mod pieces;
 mod replay;
+mod settle;
 mod step;
 mod tiers;
 mod transfers;
@@ -21,6 +22,7 @@ pub use between::Whole;
 use clockwork::Clockwork;
 pub use clockwork::Traced;
 pub use replay::Replay;
+use settle::Progress;
 pub use step::{Batch, StepInput, StepOutcome};
 use step::{Step, Stored};
 
@@ -32,7 +34,7 @@ use shoal_net::Fabric;
 use shoal_nn::layer::{self, LossSink};
 use shoal_nn::{Call, Feed, Gradients, Parameters, Randomness, Saved, head};
 use shoal_plan::effects::Value;
-use shoal_plan::{Activations, Instruction, Keep, Layout, Op, Program, Samples};
+use shoal_plan::{Activations, Closing, Instruction, Keep, Layout, Op, Program, Samples};
 
 use crate::error::{EngineError, Result};
 use crate::lanes::Lanes;
@@ -79,6 +81,12 @@ pub struct Executor {
     ahead: (u64, HashMap<Samples, Loaded>),
     /// Samples that every step is given, whichever it asks for.
     held: HashMap<Samples, Loaded>,
+    /// The training step under way, or what there was of it when it was cut short.
+    progress: Option<Progress>,
+    /// Of the last training step that came to its end.
+    closed: Option<Closing>,
+    /// A tensor that an update was at when the device failed.
+    torn: Option<usize>,
     /// When each instruction that computes was done, where someone asks: after the first stamp, one for each.
     stamps: Option<(Vec<Stamp>, Vec<Op>)>,
 }
@@ -161,6 +169,9 @@ impl Executor {
             step_number,
             ahead: (0, HashMap::new()),
             held: HashMap::new(),
+            progress: None,
+            closed: None,
+            torn: None,
             stamps: None,
         })
     }
@@ -527,6 +538,7 @@ impl Executor {
         }
         let scalars = self.device.scalars(&[&self.loss, &self.norm_squared, &self.correct])?;
         step.outcome.loss_sum = scalars[0];
+        self.note_ended(&scalars);
         step.outcome.correct = self.chain.image.map(|_| scalars[2] as u64);
         let loss = step.outcome.loss();
         if step.training && !loss.is_finite() {

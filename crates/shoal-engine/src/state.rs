@@ -355,7 +355,7 @@ impl HeldSlice {
     }
 
     /// The slice's parameters (0) or one of its states (from 1), where the host can read them.
-    pub(crate) fn get<'a>(&'a self, tiers: &Tiers, part: usize) -> Result<Cow<'a, [f32]>> {
+    pub fn get<'a>(&'a self, tiers: &Tiers, part: usize) -> Result<Cow<'a, [f32]>> {
         let from_disk = |disk: &DiskSlice| {
             let mut values = vec![0.0; disk.elements];
             match part {

@@ -87,7 +87,8 @@ fn refuse_gradients_apart(plan: &Plan) -> Result<(), CompileError> {
     Ok(())
 }
 
-fn lane(op: &Op, layout: &Layout) -> Lane {
+/// What part of a device an instruction occupies.
+pub(crate) fn lane(op: &Op, layout: &Layout) -> Lane {
     let alone = layout.members().len() == 1;
     match *op {
         Op::Load { .. } | Op::Restore { .. } => Lane::CopyIn,

@@ -13,6 +13,7 @@
 //! - [`verify`]: whether a program's order is one its dependencies allow.
 //! - [`memory`]: a program's memory over its course, to the byte.
 //! - [`difference`]: what moves when one table replaces another.
+//! - [`standing`]: where survivors of a step that was cut short stand, and where they all go.
 //! - [`dispatch`]: which of several jobs a device serves next.
 //! - [`draw`]: random tables, for tests of what must hold for all.
 //! - [`one_device`]: the search for the best table on a single device.
@@ -30,6 +31,7 @@ pub mod one_device;
 pub mod parts;
 pub mod program;
 pub mod schedule;
+pub mod standing;
 pub mod table;
 pub mod verify;
 
@@ -41,6 +43,7 @@ pub use one_device::{DeviceOffer, PlanError, Planned, Preferences, StepShape, pl
 pub use parts::{GatheredPart, ReducedPart};
 pub use program::{Instruction, Keep, Lane, Moved, Op, Pass, Program, Purpose};
 pub use schedule::{ByArithmetic, Pace, is_remade};
+pub use standing::{Applied, Closing, Disagreement, Standing, Target, agree};
 pub use table::{
     Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Order, Plan, Residence, Samples,
     Slice, TensorRow, Tier,

@@ -5,10 +5,11 @@ use foldhash::{HashMap, HashSet};
 use shoal_model::Chain;
 use thiserror::Error;
 
-use crate::effects::{Fact, Sum, Value, effects};
+use crate::compile::lane;
+use crate::effects::{Effects, Fact, Sum, Value, effects};
 use crate::layout::Layout;
 use crate::meetings::Meetings;
-use crate::program::{Instruction, Keep, Op, Pass, Program, Purpose};
+use crate::program::{Instruction, Keep, Lane, Op, Pass, Program, Purpose};
 use crate::table::{FORMAT, Plan, Samples};
 
 /// Why a program is refused: each names the instruction.
@@ -24,8 +25,12 @@ pub enum ProgramError {
     DuplicateId { id: u32 },
     #[error("{instruction} names a layer or tensor that the model does not have")]
     OutOfRange { instruction: String },
+    #[error("{instruction} is on the {found:?} lane, and what it does is done on the {expected:?} lane")]
+    OtherLane { instruction: String, found: Lane, expected: Lane },
     #[error("{instruction} must follow instruction {after}, which does not stand before it")]
     TooEarly { instruction: String, after: String },
+    #[error("{instruction} needs what {after} makes, and does not wait for it")]
+    NotAwaited { instruction: String, after: String },
     #[error("{instruction} uses {value}, which nothing before it has made")]
     NotMade { instruction: String, value: String },
     #[error("{instruction} makes {value} a second time")]
@@ -56,13 +61,14 @@ impl ProgramError {
     pub fn hint(&self) -> Option<String> {
         Some(match self {
             ProgramError::TooEarly { .. }
+            | ProgramError::NotAwaited { .. }
             | ProgramError::NotMade { .. }
             | ProgramError::FactMissing { .. }
             | ProgramError::SumOrder { .. }
             | ProgramError::SumIncomplete { .. }
             | ProgramError::StaleRead { .. }
             | ProgramError::Released { .. } => {
-                "reorder instructions only where every id in `after` still stands earlier in the list".into()
+                "reorder instructions only where every id in `after` still stands earlier in the list, and keep those ids".into()
             }
             _ => "write the program again with `shoal plan JOB.toml --program FILE`".into(),
         })
@@ -119,8 +125,10 @@ struct Walk<'a> {
     purpose: Purpose,
     done: HashSet<u32>,
     live: HashSet<Value>,
-    ever_made: HashSet<Value>,
-    facts: HashSet<Fact>,
+    ever_made: HashMap<Value, u32>,
+    facts: HashMap<Fact, u32>,
+    /// The first instruction that could start before something it needs has ended: lanes work side by side.
+    not_awaited: Option<ProgramError>,
     /// Tensors whose next version is here.
     replaced: HashSet<usize>,
     sums: HashMap<Sum, Turns>,
@@ -198,6 +206,11 @@ impl<'a> Walk<'a> {
             if !is_planned(&instruction.op, layout, device) {
                 return Err(ProgramError::NotPlanned { device, instruction: instruction.to_string() });
             }
+            let expected = lane(&instruction.op, layout);
+            if instruction.lane != expected {
+                let (instruction, found) = (instruction.to_string(), instruction.lane);
+                return Err(ProgramError::OtherLane { instruction, found, expected });
+            }
             for sum in effects(&instruction.op, layout, device).adds_to {
                 sums.entry(sum).or_insert(Turns { ids: Vec::new(), taken: 0 }).ids.push(instruction.id);
             }
@@ -211,8 +224,9 @@ impl<'a> Walk<'a> {
             purpose: program.purpose,
             done: HashSet::default(),
             live: HashSet::default(),
-            ever_made: HashSet::default(),
-            facts: HashSet::default(),
+            ever_made: HashMap::default(),
+            facts: HashMap::default(),
+            not_awaited: None,
             replaced: HashSet::default(),
             sums,
             passed: HashMap::default(),
@@ -227,12 +241,15 @@ impl<'a> Walk<'a> {
             return Err(ProgramError::TooEarly { instruction: name(), after });
         }
         let effects = effects(&instruction.op, self.layout, self.device);
+        if self.not_awaited.is_none() {
+            self.not_awaited = self.not_awaited_by(instruction, &effects);
+        }
         for value in effects.uses_up {
             if !self.live.remove(&value) {
                 return Err(ProgramError::NotMade { instruction: name(), value: value.to_string() });
             }
         }
-        if let Some(fact) = effects.needs.iter().find(|fact| !self.facts.contains(fact)) {
+        if let Some(fact) = effects.needs.iter().find(|fact| !self.facts.contains_key(fact)) {
             return Err(ProgramError::FactMissing { instruction: name(), fact: fact.to_string() });
         }
         for tensor in effects.reads_tensors {
@@ -241,7 +258,7 @@ impl<'a> Walk<'a> {
             }
         }
         if let Some((layer, pass)) = effects.reads_gathered
-            && self.facts.contains(&Fact::Released { layer, pass })
+            && self.facts.contains_key(&Fact::Released { layer, pass })
         {
             return Err(ProgramError::Released { instruction: name(), layer });
         }
@@ -266,13 +283,13 @@ impl<'a> Walk<'a> {
             }
         }
         for value in effects.makes {
-            if !self.ever_made.insert(value) {
+            if self.ever_made.insert(value, instruction.id).is_some() {
                 return Err(ProgramError::MadeTwice { instruction: name(), value: value.to_string() });
             }
             self.live.insert(value);
         }
         if let Some(fact) = effects.establishes
-            && !self.facts.insert(fact)
+            && self.facts.insert(fact, instruction.id).is_some()
         {
             return Err(ProgramError::MadeTwice { instruction: name(), value: fact.to_string() });
         }
@@ -297,6 +314,22 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
+    /// What an instruction needs and does not wait for. That it stands earlier in the list is not enough: what is on
+    /// another lane may be under way still. So no update begins before the norm is there from all devices, and no
+    /// device adds to the norm before its gradients are whole.
+    fn not_awaited_by(&self, instruction: &Instruction, effects: &Effects) -> Option<ProgramError> {
+        let makers = effects.uses_up.iter().filter_map(|value| self.ever_made.get(value));
+        let makers = makers.chain(effects.needs.iter().filter_map(|fact| self.facts.get(fact)));
+        let turns = |sum: &Sum| self.sums.get(sum);
+        let before = effects.adds_to.iter().filter_map(turns);
+        let before = before.filter_map(|turns| turns.ids.get(turns.taken.checked_sub(1)?));
+        let last = effects.needs_complete.iter().filter_map(turns).filter_map(|turns| turns.ids.last());
+        let mut needed = makers.chain(before).chain(last);
+        let id = needed.find(|id| !instruction.after.contains(id))?;
+        let (instruction, after) = (instruction.to_string(), self.by_id[id].to_string());
+        Some(ProgramError::NotAwaited { instruction, after })
+    }
+
     fn finish(mut self) -> Result<(), ProgramError> {
         // A prediction has no use for targets.
         self.live.retain(|value| self.purpose != Purpose::Predict || !matches!(value, Value::Targets(_)));
@@ -317,9 +350,9 @@ impl<'a> Walk<'a> {
                 }
             }
         }
-        match self.expected_facts().into_iter().find(|fact| !self.facts.contains(fact)) {
+        match self.expected_facts().into_iter().find(|fact| !self.facts.contains_key(fact)) {
             Some(fact) => incomplete(format!("make {fact}")),
-            None => Ok(()),
+            None => self.not_awaited.map_or(Ok(()), Err),
         }
     }
 

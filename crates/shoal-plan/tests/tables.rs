@@ -6,7 +6,9 @@ use std::collections::{BTreeMap, HashMap};
 
 use shoal_model::Chain;
 use shoal_plan::draw::{self, Draw};
-use shoal_plan::{Op, Plan, Program, ProgramError, Purpose, Tier, compile, verify_all};
+use shoal_plan::{
+    Instruction, Lane, Layout, Op, Plan, Program, ProgramError, Purpose, Tier, compile, verify, verify_all,
+};
 
 const CASES: u64 = 4000;
 
@@ -178,4 +180,50 @@ fn a_step_that_would_wait_forever_is_refused() {
         }
     }
     assert!(found > 50, "{found}");
+}
+
+/// No holder updates before every holder has the step's gradients: an update waits for the norm, which is a meeting of all,
+/// and nobody comes to it with gradients that are not whole. A program that does not say so is refused.
+#[test]
+fn no_update_begins_before_everyone_has_the_gradients() {
+    let (mut updates, mut reductions, mut alone) = (0, 0, 0);
+    for seed in 0..300 {
+        let (chain, plan) = case(seed);
+        let layout = Layout::new(&plan, &chain);
+        let programs = compile(&plan, &chain, Purpose::Train).unwrap();
+        for program in programs.iter().filter(|program| !program.instructions.is_empty()) {
+            let refused = |change: &dyn Fn(&mut Program)| {
+                let mut changed = program.clone();
+                change(&mut changed);
+                verify(&changed, &plan, &chain, Purpose::Train).unwrap_err()
+            };
+            let is_norm = |instruction: &Instruction| instruction.op == Op::GradientNorm;
+            let norm = program.instructions.iter().position(is_norm).unwrap();
+            let norm_id = program.instructions[norm].id;
+            if layout.members().len() > 1 {
+                assert_eq!(program.instructions[norm].lane, Lane::Network);
+                let error = refused(&|program| program.instructions[norm].lane = Lane::Compute);
+                assert!(matches!(error, ProgramError::OtherLane { .. }), "seed {seed}: {error}");
+            } else {
+                alone += 1;
+            }
+            let update = program.instructions.iter().position(|i| matches!(i.op, Op::Update { .. }));
+            if let Some(place) = update {
+                let error = refused(&|program| {
+                    program.instructions[place].after.retain(|id| *id != norm_id);
+                });
+                assert!(matches!(error, ProgramError::NotAwaited { .. }), "seed {seed}: {error}");
+                updates += 1;
+            }
+            let reduction = program.instructions.iter().find(|i| matches!(i.op, Op::Reduce { .. }));
+            if let Some(reduction) = reduction {
+                let error = refused(&|program| {
+                    program.instructions[norm].after.retain(|id| *id != reduction.id);
+                });
+                assert!(matches!(error, ProgramError::NotAwaited { .. }), "seed {seed}: {error}");
+                reductions += 1;
+            }
+        }
+    }
+    assert!(updates > 300 && reductions > 300 && alone > 10, "{updates}, {reductions}, {alone}");
 }

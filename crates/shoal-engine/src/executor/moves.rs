@@ -15,6 +15,7 @@ use shoal_plan::{GatheredPart, Instruction, Layout, Moved, Op, Pass, Samples};
 
 use super::Executor;
 use super::step::{Step, Stored};
+use super::tiers::Terms;
 use super::transfers::{
     Circle, Room, Source, Taken, Way, carry, copied, exchange, fetch, gather, receive, reduce, send,
 };
@@ -124,7 +125,13 @@ impl Executor {
                     Ok(device.set_scalar(&mut executor.norm_squared, sums[0])?)
                 })
             }
-            Op::Update { tensor, at } => self.start_update(step, tensor, at),
+            Op::Update { tensor, at } => {
+                let update = self.start_update(&Terms::of(step.input), tensor, at)?;
+                Ok(Box::new(move || {
+                    let updates = update();
+                    Box::new(move |executor, _| executor.put_back(updates))
+                }))
+            }
             _ => Err(EngineError::Movement { instruction: instruction.to_string() }),
         }
     }
@@ -193,7 +200,10 @@ impl Executor {
                 }
                 for (tensor, copy) in targets {
                     let held = &mut executor.state.tensors[tensor];
-                    (held.copy, held.copy_version) = (Some(copy), version);
+                    held.copy = Some(copy);
+                    if gathered.is_ok() {
+                        held.copy_version = version;
+                    }
                 }
                 gathered
             })

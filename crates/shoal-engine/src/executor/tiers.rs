@@ -3,18 +3,19 @@
 use shoal_kernels::device::SCALAR_ELEMENTS;
 use shoal_kernels::{CpuDevice, Device, Guard, Sgd, Tensor, Updated};
 use shoal_nn::OptimizerSettings;
-use shoal_plan::{Holder, Instruction, Op, Tier};
+use shoal_plan::{Holder, Tier};
 
 use super::Executor;
-use super::moves::Job;
-use super::step::Step;
+use super::step::{Step, StepInput};
 use crate::disk::DiskSlice;
 use crate::error::Result;
 use crate::state::{Held, HeldSlice, Kept, SliceTensors};
 
-/// What an update is given beside tensors.
+/// What an update is given beside tensors and the step's closing sums.
 #[derive(Clone, Copy)]
-struct Terms {
+pub(super) struct Terms {
+    /// The version that it reads.
+    pub(super) step: u64,
     settings: OptimizerSettings,
     lr: f64,
     /// The number of this update, from 1.
@@ -23,10 +24,12 @@ struct Terms {
 }
 
 impl Terms {
-    fn of(step: &Step) -> Terms {
-        let input = step.input;
+    /// # Panics
+    /// If the input is of no training step.
+    pub(super) fn of(input: &StepInput) -> Terms {
         let settings = *input.optimizer.expect("a training program comes with an optimizer");
-        Terms { settings, lr: input.lr, update: input.updates + 1, scale: input.loss_scale }
+        let (lr, update, scale) = (input.lr, input.updates + 1, input.loss_scale);
+        Terms { step: input.step, settings, lr, update, scale }
     }
 
     /// Updates tensors. Of running statistics the share is said that a step's have in them.
@@ -45,7 +48,7 @@ impl Terms {
                 (Some(share), None) => running.push((share, vec![updated])),
             }
         }
-        let Terms { settings, lr, update, scale } = *self;
+        let Terms { settings, lr, update, scale, .. } = *self;
         let guard = Guard { norm_squared, loss, scale, clip_norm: settings.clip_norm };
         settings.apply(device, lr, update, guard, &mut tensors)?;
         // Statistics are no gradients: neither the loss scale nor clipping reaches them.
@@ -147,16 +150,13 @@ impl Executor {
     }
 
     /// Updates of several tensors in the device's own memory, at once.
-    pub(super) fn update(&mut self, step: &Step, updates: &[Instruction]) -> Result {
-        let terms = Terms::of(step);
+    pub(super) fn update(&mut self, terms: &Terms, tensors: impl Iterator<Item = usize> + Clone) -> Result {
         let mut wanted = vec![None; self.state.tensors.len()];
-        for instruction in updates {
-            if let Op::Update { tensor, .. } = instruction.op {
-                wanted[tensor] = Some(self.kind(&terms, tensor));
-            }
+        for tensor in tensors.clone() {
+            wanted[tensor] = Some(self.kind(terms, tensor));
         }
         let held = self.state.tensors.iter_mut().zip(wanted);
-        let tensors = held.filter_map(|(held, kind)| Some((held, kind?))).flat_map(|(held, kind)| {
+        let updated = held.filter_map(|(held, kind)| Some((held, kind?))).flat_map(|(held, kind)| {
             let Held { elements, slices, copy, gradient, .. } = held;
             let whole =
                 slices.iter().any(|held| held.tier == Tier::Device && held.slice.count() == *elements);
@@ -166,44 +166,80 @@ impl Executor {
             }
             let (sum, mut copy) = (sum.map(|sum| &sum.sum), copy.as_mut().filter(|_| whole));
             slices.iter_mut().filter(|held| held.tier == Tier::Device).map(move |held| {
-                held.advance(step);
+                held.advance(terms);
                 let SliceTensors { parameter, gradient, optimizer } = held.tensors_mut();
                 let gradient = sum.or(gradient.as_ref()).expect("the gradient was summed before the update");
                 kind.updated(gradient, parameter, optimizer, copy.take())
             })
         });
-        terms.apply(&*self.device, (&self.loss, &self.norm_squared), tensors)
+        let applied = terms.apply(&*self.device, (&self.loss, &self.norm_squared), updated);
+        if applied.is_err() {
+            // Which of them it reached nobody knows.
+            self.torn = tensors.clone().next();
+        }
+        applied
     }
 
-    /// The update of a tensor's slices in another memory.
-    pub(super) fn start_update(&mut self, step: &Step, tensor: usize, at: Tier) -> Result<Job> {
-        let terms = Terms::of(step);
-        let kind = self.kind(&terms, tensor);
+    /// The update of a tensor's slices in another memory: what is to be done on any thread, and then here.
+    pub(super) fn start_update(
+        &mut self,
+        terms: &Terms,
+        tensor: usize,
+        at: Tier,
+    ) -> Result<impl FnOnce() -> Updates + Send + use<>> {
+        let (terms, kind) = (*terms, self.kind(terms, tensor));
         let decided = self.device.scalars(&[&self.loss, &self.norm_squared])?;
         let mut slices = Vec::new();
         let held = self.state.tensors[tensor].slices.iter_mut().enumerate();
         for (place, held) in held.filter(|(_, held)| held.tier == at) {
-            held.advance(step);
+            held.assert_at(&terms);
             slices.push((place, std::mem::replace(&mut held.kept, Kept::Lent)));
         }
         let host = self.tiers.host.clone();
-        Ok(Box::new(move || {
-            let updated =
-                slices.iter_mut().try_for_each(|(_, kept)| update_slice(&host, &terms, kind, &decided, kept));
-            Box::new(move |executor, _| {
-                for (place, kept) in slices {
-                    executor.state.tensors[tensor].slices[place].kept = kept;
-                }
-                updated
-            })
-        }))
+        Ok(move || {
+            let slices = slices.into_iter().map(|(place, kept)| {
+                let (kept, applied, result) = update_slice(&host, &terms, kind, &decided, kept);
+                UpdatedSlice { place, kept, applied, result }
+            });
+            Updates { tensor, slices: slices.collect() }
+        })
+    }
+
+    /// Puts slices that were updated elsewhere back in their places.
+    pub(super) fn put_back(&mut self, updates: Updates) -> Result {
+        let mut result = Ok(());
+        for slice in updates.slices {
+            let held = &mut self.state.tensors[updates.tensor].slices[slice.place];
+            held.kept = slice.kept;
+            held.version += u64::from(slice.applied);
+            result = result.and(slice.result);
+        }
+        result
     }
 }
 
+/// Slices of a tensor that were updated in another memory.
+pub(super) struct Updates {
+    tensor: usize,
+    slices: Vec<UpdatedSlice>,
+}
+
+struct UpdatedSlice {
+    place: usize,
+    kept: Kept,
+    /// Whether it is at the next version; if not it is at the last, whole either way.
+    applied: bool,
+    result: Result,
+}
+
 impl HeldSlice {
+    fn assert_at(&self, terms: &Terms) {
+        assert_eq!(self.version, terms.step, "a slice is at another version than the step");
+    }
+
     /// Raises the version from the step's to the next.
-    fn advance(&mut self, step: &Step) {
-        assert_eq!(self.version, step.input.step, "a slice is at another version than the step");
+    fn advance(&mut self, terms: &Terms) {
+        self.assert_at(terms);
         self.version += 1;
     }
 }
@@ -212,30 +248,61 @@ fn squares(values: &[f32]) -> f64 {
     values.iter().map(|value| f64::from(*value).powi(2)).sum()
 }
 
-fn update_slice(host: &CpuDevice, terms: &Terms, kind: Kind, decided: &[f64], kept: &mut Kept) -> Result {
+/// Updates a slice, and says whether it is at the next version. It is whole whatever fails: a slice that its disk does not
+/// take stays in host memory.
+fn update_slice(
+    host: &CpuDevice,
+    terms: &Terms,
+    kind: Kind,
+    decided: &[f64],
+    kept: Kept,
+) -> (Kept, bool, Result) {
+    match kept {
+        Kept::Memory(mut tensors) => {
+            let result = apply_on_host(host, terms, kind, decided, &mut tensors);
+            (Kept::Memory(tensors), result.is_ok(), result)
+        }
+        Kept::Disk(disk) => {
+            let updated = read(host, &disk).and_then(|mut tensors| {
+                apply_on_host(host, terms, kind, decided, &mut tensors)?;
+                Ok(tensors)
+            });
+            match updated {
+                Err(error) => (Kept::Disk(disk), false, Err(error)),
+                Ok(tensors) => match write_back(&disk, &tensors) {
+                    Ok(()) => (Kept::Disk(disk), true, Ok(())),
+                    Err(error) => (Kept::Memory(tensors), true, Err(error)),
+                },
+            }
+        }
+        Kept::Lent => panic!("a slice is updated twice at once"),
+    }
+}
+
+/// The update itself. What can fail in it fails before the first number changes: room for the sums it goes by.
+fn apply_on_host(
+    host: &CpuDevice,
+    terms: &Terms,
+    kind: Kind,
+    decided: &[f64],
+    tensors: &mut SliceTensors,
+) -> Result {
     let scalar = |value: f64| -> Result<Tensor> {
         let mut scalar = Tensor::new(host.arena(), "what an update on the host goes by", SCALAR_ELEMENTS)?;
         host.set_scalar(&mut scalar, value)?;
         Ok(scalar)
     };
     let (loss, norm_squared) = (scalar(decided[0])?, scalar(decided[1])?);
-    let apply = |tensors: &mut SliceTensors| {
-        let SliceTensors { parameter, gradient, optimizer } = tensors;
-        let gradient = gradient.as_ref().expect("the gradient was summed before the update");
-        let updated = kind.updated(gradient, parameter, optimizer, None);
-        terms.apply(host, (&loss, &norm_squared), std::iter::once(updated))
-    };
-    match kept {
-        Kept::Memory(tensors) => apply(tensors),
-        Kept::Disk(disk) => {
-            let mut tensors = read(host, disk)?;
-            apply(&mut tensors)?;
-            disk.write_parameter(tensors.parameter.floats())?;
-            let mut states = tensors.optimizer.iter().enumerate();
-            states.try_for_each(|(number, state)| disk.write_state(number, state.floats()))
-        }
-        Kept::Lent => panic!("a slice is updated twice at once"),
-    }
+    let SliceTensors { parameter, gradient, optimizer } = tensors;
+    let gradient = gradient.as_ref().expect("the gradient was summed before the update");
+    let updated = kind.updated(gradient, parameter, optimizer, None);
+    terms.apply(host, (&loss, &norm_squared), std::iter::once(updated))
+}
+
+fn write_back(disk: &DiskSlice, tensors: &SliceTensors) -> Result {
+    disk.write_parameter(tensors.parameter.floats())?;
+    let mut states = tensors.optimizer.iter().enumerate();
+    states.try_for_each(|(number, state)| disk.write_state(number, state.floats()))
 }
 
 /// A slice from its disk, in host memory for as long as it is updated.

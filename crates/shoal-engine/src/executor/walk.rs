@@ -12,7 +12,9 @@ use shoal_plan::{Instruction, Lane, Layout, Op, Program, Purpose, Tier};
 use super::clockwork::wait_until;
 use super::moves::Land;
 use super::replay::only_computes;
+use super::settle::Progress;
 use super::step::{Step, StepInput, StepOutcome};
+use super::tiers::Terms;
 use super::{Executor, Replay};
 use crate::error::{EngineError, Result};
 
@@ -115,6 +117,9 @@ impl Executor {
             measures_norm: false,
             outcome: StepOutcome::default(),
         };
+        if step.training {
+            self.progress = Some(Progress::of(input));
+        }
         let mut course = Course::new(program);
         let walked = self.start_all(&mut course, &mut step);
         if let (Err(error), Some(fabric)) = (&walked, &self.fabric) {
@@ -181,7 +186,11 @@ impl Executor {
         // are small, and what only computes, because it may be known already.
         let count = if on_device(instruction) {
             let count = course.together(place, on_device);
-            self.update(step, &course.instructions[place..place + count])?;
+            let updated = course.instructions[place..place + count].iter().filter_map(|next| match next.op {
+                Op::Update { tensor, .. } => Some(tensor),
+                _ => None,
+            });
+            self.update(&Terms::of(step.input), updated)?;
             self.stamp(Some(instruction.op))?;
             count
         } else if only_computes(instruction) && step.training {
@@ -195,6 +204,7 @@ impl Executor {
             self.execute(step, instruction)?;
             1
         } else {
+            self.note_begun(&instruction.op);
             let job = self.start_move(step, instruction)?;
             let ends = course.ends.clone();
             let lasts = self.clockwork.duration(instruction, step.training);
@@ -222,6 +232,7 @@ impl Executor {
             let end = Instant::now();
             done.iter().for_each(|instruction| self.clockwork.note(instruction, start, end));
         }
+        done.iter().for_each(|instruction| self.note_done(step, &instruction.op));
         course.finish(place..place + count);
         Ok(count)
     }
@@ -262,8 +273,10 @@ impl Executor {
         course.busy.retain(|busy| *busy != instruction.lane);
         self.clockwork.note(instruction, start, end);
         match landing {
-            Ok(land) => land(self, step),
+            Ok(land) => land(self, step)?,
             Err(panic) => resume_unwind(panic),
         }
+        self.note_done(step, &instruction.op);
+        Ok(())
     }
 }
