@@ -1,18 +1,18 @@
 //! Any table trains the same model. Random tables from the whole space, on devices inside one process: the losses are the
 //! single device's, the memory stays within the forecast, the same table gives the same bits.
 
+mod common;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use shoal_data::Inputs;
-use shoal_engine::executor::Batch;
+use common::{HOST_BYTES, RandomBatch, classes, fill};
 use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome, Tiers};
-use shoal_kernels::random::{fill_normal, fold, key_of, mix64};
 use shoal_kernels::{Arena, CpuDevice, CudaDevice, Device};
-use shoal_model::{Chain, Precision, TensorSpec};
+use shoal_model::{Chain, Precision};
 use shoal_net::{Fabric, Settings, in_process};
-use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
+use shoal_nn::{Decay, OptimizerKind, OptimizerSettings};
 use shoal_plan::draw::{self, Draw};
 use shoal_plan::memory::forecast_in;
 use shoal_plan::one_device::table;
@@ -21,52 +21,11 @@ use shoal_plan::{
     verify_all,
 };
 
-const HOST_BYTES: u64 = 256 << 20;
 const STEPS: u64 = 12;
 /// What losses may differ by, relative to their size: sums are added up in another order.
 const TOLERANCE: f64 = 1e-5;
 /// Products of other shapes are other kernels there, which round otherwise.
 const TOLERANCE_GPU: f64 = 1e-4;
-
-/// Random tokens or images; some targets are ignored.
-struct RandomBatch {
-    classes: usize,
-    step: u64,
-}
-
-impl Batch for RandomBatch {
-    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result<(), EngineError> {
-        let each = targets.len() / samples.len();
-        let draw = |at: usize| mix64(fold(self.step, at as u64));
-        let mut counting = vec![each; samples.len()];
-        let draw_tokens = |tokens: &mut [i32]| {
-            for (place, token) in tokens.iter_mut().enumerate() {
-                *token = (draw(samples.start * each + place) % self.classes as u64) as i32;
-            }
-        };
-        match inputs {
-            Inputs::Tokens(tokens) => draw_tokens(tokens),
-            Inputs::Padded(tokens, lengths) => {
-                draw_tokens(tokens);
-                for ((sample, length), counting) in samples.clone().zip(lengths).zip(&mut counting) {
-                    *counting = 1 + (mix64(77 + sample as u64) % each as u64) as usize;
-                    *length = *counting as i32;
-                }
-            }
-            Inputs::Images(images) => {
-                let before = samples.start * (images.len() / samples.len());
-                fill_normal(images, fold(9, self.step), before as u64, 1.0);
-            }
-        }
-        for (place, target) in targets.iter_mut().enumerate() {
-            let at = samples.start * each + place;
-            let padding = place % each >= counting[place / each];
-            let ignored = padding || ((draw(at) >> 40).is_multiple_of(4) && at > 0);
-            *target = if ignored { -100 } else { ((draw(at) >> 20) % self.classes as u64) as i32 };
-        }
-        Ok(())
-    }
-}
 
 fn optimizer() -> OptimizerSettings {
     OptimizerSettings {
@@ -76,21 +35,6 @@ fn optimizer() -> OptimizerSettings {
         decay: Decay::Matrices,
         clip_norm: Some(1.0),
     }
-}
-
-/// Initial parameters, away from zeros and ones.
-fn fill(spec: &TensorSpec, out: &mut [f32]) -> Result<(), EngineError> {
-    init::fill(spec, 3, 0, out);
-    if spec.running.is_none() {
-        let mut noise = vec![0.0; out.len()];
-        fill_normal(&mut noise, key_of(&spec.name), 0, 0.05);
-        out.iter_mut().zip(&noise).for_each(|(value, noise)| *value += noise);
-    }
-    Ok(())
-}
-
-fn classes(chain: &Chain) -> usize {
-    if chain.image.is_some() { 3 } else { 50 }
 }
 
 fn train(

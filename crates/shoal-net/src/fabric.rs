@@ -1,7 +1,7 @@
 //! One worker's end of everything: what the engine's threads call. Every operation blocks its thread and no other.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::error::{Error, Result};
 use crate::fate::Fate;
@@ -37,6 +37,9 @@ pub struct Fabric {
     rank: usize,
     names: Vec<String>,
     fate: Arc<Fate>,
+    /// The first worker that had left when something here needed it. Whatever else is given up then is given up because
+    /// of it.
+    missed: OnceLock<Error>,
     /// By rank; none for the worker itself.
     links: Vec<Option<Box<dyn Link>>>,
     /// Says goodbye when the fabric is dropped.
@@ -73,7 +76,7 @@ impl Fabric {
         links: Vec<Option<Box<dyn Link>>>,
         leave: Box<dyn Leave>,
     ) -> Fabric {
-        Fabric { rank, names, fate, links, _leave: leave }
+        Fabric { rank, names, fate, missed: OnceLock::new(), links, _leave: leave }
     }
 
     pub fn rank(&self) -> usize {
@@ -102,7 +105,7 @@ impl Fabric {
     /// Begins a message that is written in parts. What was begun must be ended: a message given up ends the fabric, for
     /// its receiver could not go on.
     pub fn outgoing(&self, to: usize, tag: Tag, length: usize) -> Result<Outgoing<'_>> {
-        let end = self.link(to)?.outgoing(tag, length)?;
+        let end = self.link(to)?.outgoing(tag, length).inspect_err(|error| self.note(error))?;
         Ok(Outgoing {
             end,
             message: Message {
@@ -120,7 +123,7 @@ impl Fabric {
     /// Says that a message is wanted, which is then read in parts. Saying so early spares the sender its wait. What was
     /// begun must be ended: a message given up ends the fabric, for its sender could not go on.
     pub fn incoming(&self, from: usize, tag: Tag, length: usize) -> Result<Incoming<'_>> {
-        let end = self.link(from)?.incoming(tag, length)?;
+        let end = self.link(from)?.incoming(tag, length).inspect_err(|error| self.note(error))?;
         Ok(Incoming {
             end,
             message: Message {
@@ -143,6 +146,13 @@ impl Fabric {
     /// The failure that ended the fabric, if there was one.
     pub fn failure(&self) -> Option<Error> {
         self.fate.check().err()
+    }
+
+    fn note(&self, error: &Error) {
+        if let Error::PeerLeft { .. } = error {
+            // The first is what is told.
+            let _ = self.missed.set(error.clone());
+        }
     }
 
     fn link(&self, peer: usize) -> Result<&dyn Link> {
@@ -181,7 +191,10 @@ impl Message<'_> {
         self.started = true;
         match &result {
             Ok(()) => self.left -= bytes,
-            Err(Error::Length { .. } | Error::PeerLeft { .. }) => self.over = true,
+            Err(error @ (Error::Length { .. } | Error::PeerLeft { .. })) => {
+                self.over = true;
+                self.fabric.note(error);
+            }
             Err(_) => {}
         }
         result
@@ -193,10 +206,9 @@ impl Drop for Message<'_> {
         let ended = self.over || (self.left == 0 && self.started);
         if !ended && !self.fabric.fate.failed() {
             let peer = self.fabric.name(self.peer);
-            self.fabric.abort(&format!(
-                "message {} with {peer} was given up with {} bytes to go",
-                self.tag, self.left
-            ));
+            let given_up =
+                || format!("message {} with {peer} was given up with {} bytes to go", self.tag, self.left);
+            self.fabric.abort(&self.fabric.missed.get().map_or_else(given_up, |missed| missed.to_string()));
         }
     }
 }
