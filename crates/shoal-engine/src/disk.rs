@@ -33,6 +33,14 @@ impl DiskSlice {
         Ok(DiskSlice { file: Arc::new(file), path: path.as_path().into(), elements, states })
     }
 
+    /// The same slice on a disk that takes nothing more.
+    #[cfg(test)]
+    pub(crate) fn read_only(&self) -> DiskSlice {
+        use std::os::fd::AsRawFd;
+        let file = File::open(format!("/proc/self/fd/{}", self.file.as_raw_fd())).unwrap();
+        DiskSlice { file: Arc::new(file), ..self.clone() }
+    }
+
     fn place(&self, part: usize) -> u64 {
         (4 * self.elements * part) as u64
     }

@@ -319,3 +319,63 @@ fn read(host: &CpuDevice, disk: &DiskSlice) -> Result<SliceTensors> {
     }
     Ok(SliceTensors { parameter, gradient: Some(gradient), optimizer })
 }
+
+#[cfg(test)]
+mod tests {
+    use shoal_nn::{Decay, OptimizerKind};
+
+    use super::*;
+
+    const ELEMENTS: usize = 5;
+
+    fn terms() -> Terms {
+        let settings = OptimizerSettings {
+            kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
+            lr: 1e-2,
+            weight_decay: 0.1,
+            decay: Decay::All,
+            clip_norm: Some(1.0),
+        };
+        Terms { step: 3, settings, lr: 1e-2, update: 4, scale: 1.0 }
+    }
+
+    /// A slice with different numbers in each of its parts.
+    fn slice(folder: &std::path::Path) -> DiskSlice {
+        let disk = DiskSlice::create(folder, "tensor", ELEMENTS, 2).unwrap();
+        let numbers = |from: usize| (from..from + ELEMENTS).map(|n| 0.1 * n as f32).collect::<Vec<_>>();
+        disk.write_parameter(&numbers(1)).unwrap();
+        disk.write_gradient(0, &numbers(20)).unwrap();
+        disk.write_state(0, &numbers(40)).unwrap();
+        disk.write_state(1, &numbers(60)).unwrap();
+        disk
+    }
+
+    fn floats(tensors: &SliceTensors) -> Vec<Vec<f32>> {
+        let parts = std::iter::once(&tensors.parameter).chain(&tensors.optimizer);
+        parts.map(|tensor| tensor.floats().to_vec()).collect()
+    }
+
+    /// A disk that fails when the new version is written leaves neither the old slice nor a mixture: the new one is whole,
+    /// in memory.
+    #[test]
+    fn a_slice_that_its_disk_does_not_take_stays_whole() {
+        let folder = tempfile::tempdir().unwrap();
+        let host = CpuDevice::new("host", 1, CpuDevice::workspace_bytes(1) + (1 << 20)).unwrap();
+        let kind = Kind { running: None, weight_decay: 0.1 };
+        let update = |disk: DiskSlice| update_slice(&host, &terms(), kind, &[1.0, 4.0], Kept::Disk(disk));
+        let disk = slice(folder.path());
+        let before = floats(&read(&host, &disk).unwrap());
+
+        let (kept, applied, failed) = update(disk.read_only());
+        assert!(applied && failed.is_err());
+        let Kept::Memory(in_memory) = kept else { panic!("the slice is not in memory") };
+        assert_eq!(floats(&read(&host, &disk).unwrap()), before);
+
+        let (kept, applied, done) = update(disk);
+        assert!(applied && done.is_ok());
+        let Kept::Disk(disk) = kept else { panic!("the slice is not on its disk") };
+        let updated = floats(&read(&host, &disk).unwrap());
+        assert_ne!(updated, before);
+        assert_eq!(floats(&in_memory), updated);
+    }
+}
