@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use shoal_data::{Dataset, Inputs, Order};
 use shoal_model::{Chain, Precision};
 use shoal_nn::{OptimizerSettings, Schedule};
-use shoal_plan::{Layout, Plan, Program, Purpose, compile, verify};
+use shoal_plan::{Closing, Layout, Plan, Program, Purpose, compile, verify};
 use shoal_state::checkpoint::{Checkpoint, Entry, Header, Store};
 
 use crate::error::{EngineError, Result};
@@ -139,6 +139,10 @@ pub struct Run {
     step: u64,
     /// In fp16.
     loss_scale: Option<LossScale>,
+    /// When the step under way began.
+    began: Instant,
+    /// The record of the last step, until it is written.
+    unwritten: Option<StepRecord>,
     last_saved: Option<u64>,
     /// When the instructions of the last steps were under way.
     traced: VecDeque<Vec<Traced>>,
@@ -213,6 +217,8 @@ impl Run {
             books,
             step,
             loss_scale,
+            began: Instant::now(),
+            unwritten: None,
             traced: VecDeque::new(),
         })
     }
@@ -235,8 +241,19 @@ impl Run {
         self.members.len() > 1 || self.program.instructions.iter().any(|instruction| instruction.op.moves())
     }
 
-    /// Trains until the last step, or until `stop` is set; either way the state is saved.
+    /// Trains until the last step, or until `stop` is set; either way the state is saved. So it is when another worker is
+    /// lost and the one that keeps the books has all of it: then at the step of the loss.
     pub fn go(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {
+        let gone = self.go_on(stop, on_event);
+        if let Err(EngineError::Net(_)) = &gone
+            && let Err(also) = self.rescue(on_event)
+        {
+            return gone.map_err(|lost| EngineError::AndThen { lost: Box::new(lost), also: Box::new(also) });
+        }
+        gone
+    }
+
+    fn go_on(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {
         let mut saved_at = Instant::now();
         let mut evaluated_at = Instant::now();
         let mut save_cost = Duration::ZERO;
@@ -259,10 +276,7 @@ impl Run {
                 (record.eval_loss, record.eval_accuracy) = (Some(held_out.loss()), held_out.accuracy());
                 evaluated_at = Instant::now();
             }
-            if let Some(books) = &mut self.books {
-                books.metrics.append(&record)?;
-            }
-            on_event(RunEvent::Step(record));
+            self.write(record, on_event)?;
             if verdict.saves {
                 let started = Instant::now();
                 self.save(on_event)?;
@@ -278,6 +292,60 @@ impl Run {
             self.save(on_event)?;
         }
         Ok(if self.step >= self.settings.steps { StopReason::Finished } else { StopReason::Interrupted })
+    }
+
+    fn write(&mut self, record: StepRecord, on_event: &mut dyn FnMut(RunEvent)) -> Result {
+        self.unwritten = None;
+        if let Some(books) = &mut self.books {
+            books.metrics.append(&record)?;
+        }
+        on_event(RunEvent::Step(record));
+        Ok(())
+    }
+
+    /// Saves what there is when another worker was lost, where this one keeps the books and holds every slice.
+    fn rescue(&mut self, on_event: &mut dyn FnMut(RunEvent)) -> Result {
+        if self.books.is_none() {
+            return Ok(());
+        }
+        // The others end, so where they stand does not matter: this state alone is one of the run's.
+        let own = self.executor.standing()?;
+        let Ok(target) = shoal_plan::agree(&self.plan, &[own]) else { return Ok(()) };
+        let outcome = target.closing.filter(|_| target.step > self.step).map(|sums| self.outcome_of(&sums));
+        // A step that would have ended the run is none to go on from.
+        let ends = |outcome: &StepOutcome| {
+            let can_fall = self.loss_scale.is_some_and(|scale| scale.can_fall());
+            !outcome.loss().is_finite() || (outcome.overflowed && !can_fall)
+        };
+        if !target.lost.is_empty() || outcome.as_ref().is_some_and(ends) {
+            return Ok(());
+        }
+        self.executor.settle(target.step, target.closing)?;
+        let record = match outcome {
+            Some(outcome) => Some(self.complete_step(&outcome)),
+            None => self.unwritten.take(),
+        };
+        if let Some(record) = record {
+            self.write(record, on_event)?;
+        }
+        match self.last_saved == Some(self.step) {
+            true => Ok(()),
+            false => self.save(on_event),
+        }
+    }
+
+    /// What a step gave, by its closing sums.
+    fn outcome_of(&self, closing: &Closing) -> StepOutcome {
+        let scale = self.loss_scale.map_or(1.0, |state| state.scale);
+        let gradient_norm = f64::from(closing.norm_squared).sqrt() / f64::from(scale);
+        StepOutcome {
+            loss_sum: closing.loss.into(),
+            targets: closing.targets,
+            correct: self.chain.image.map(|_| f64::from(closing.correct) as u64),
+            gradient_norm,
+            overflowed: !gradient_norm.is_finite(),
+            logits: Vec::new(),
+        }
     }
 
     /// What the first of the workers says follows, everyone's memory told to it.
@@ -301,9 +369,8 @@ impl Run {
     fn train_step(&mut self, layout: Option<&Layout>) -> Result<StepRecord> {
         let traces = self.settings.trace_from.is_some_and(|from| self.step >= from);
         self.executor.set_traces(traces);
-        let started = Instant::now();
-        let settings = &self.settings;
-        let lr = settings.optimizer.lr * settings.schedule.factor(self.step, settings.steps);
+        self.began = Instant::now();
+        let (settings, lr) = (&self.settings, self.lr());
         let samples = self.plan.global_batch as u64;
         let window = |step: u64| Window { data: &self.data, order: &self.order, first: step * samples };
         let (batch, next) = (window(self.step), window(self.step + 1));
@@ -326,22 +393,37 @@ impl Run {
             self.traced.push_back(self.executor.take_traced());
             self.traced.drain(..self.traced.len().saturating_sub(TRACED_STEPS));
         }
+        if outcome.overflowed && self.loss_scale.is_some_and(|scale| !scale.can_fall()) {
+            let (step, what, value) = (self.step + 1, "norm of the gradient", outcome.gradient_norm);
+            return Err(EngineError::NotFinite { step, what, value, checkpoint: self.last_saved });
+        }
+        let record = self.complete_step(&outcome);
+        self.unwritten = Some(record.clone());
+        Ok(record)
+    }
+
+    /// The scheduled rate of the step under way.
+    fn lr(&self) -> f64 {
+        self.settings.optimizer.lr * self.settings.schedule.factor(self.step, self.settings.steps)
+    }
+
+    /// Counts a step that was applied.
+    fn complete_step(&mut self, outcome: &StepOutcome) -> StepRecord {
+        let lr = self.lr();
+        let loss_scale = self.loss_scale.map(|state| state.scale);
         if let Some(scale) = &mut self.loss_scale {
-            if outcome.overflowed && !scale.can_fall() {
-                let (step, what, value) = (self.step + 1, "norm of the gradient", outcome.gradient_norm);
-                return Err(EngineError::NotFinite { step, what, value, checkpoint: self.last_saved });
-            }
             scale.after(outcome.overflowed);
         }
         self.step += 1;
-        let seconds = started.elapsed().as_secs_f64();
+        let settings = &self.settings;
+        let seconds = self.began.elapsed().as_secs_f64();
         let arena = self.executor.device().arena();
         let device = arena.device().to_owned();
-        Ok(StepRecord {
+        StepRecord {
             step: self.step,
             loss: outcome.loss(),
             grad_norm: (!outcome.overflowed).then_some(outcome.gradient_norm),
-            loss_scale: self.loss_scale.map(|_| scale),
+            loss_scale,
             lr,
             tokens: outcome.targets,
             accuracy: outcome.accuracy(),
@@ -354,7 +436,7 @@ impl Run {
             plan: self.plan.id(),
             predicted_ms: settings.predicted_seconds.map(|seconds| 1e3 * seconds),
             dollars: settings.dollars_per_hour.map(|dollars| dollars * seconds / 3600.0),
-        })
+        }
     }
 
     /// The losses of every target of the held-out set, and how many were predicted rightly.

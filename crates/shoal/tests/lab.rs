@@ -143,6 +143,47 @@ fn a_worker_that_freezes_is_named_and_nobody_hangs() {
     loses_a_worker("-STOP", &["worker 1", "is lost"]);
 }
 
+/// Where every worker has all of the state, the loss of one costs no step that was done: the first saves what it has, and
+/// the run goes on from there as if nothing had happened.
+#[test]
+fn what_survives_whole_is_saved_at_the_step_of_the_loss() {
+    let folder = folder(3);
+    let shape = ["--shape", "sharded", "--table", "sharded.json"];
+    folder.shoal(&[&["plan", "job.toml", "--fleet", "fleet.toml"], &shape[..]].concat()).succeeds();
+    let text = std::fs::read_to_string(folder.join("sharded.json")).unwrap();
+    let mut table: Value = serde_json::from_str(&text).unwrap();
+    for row in table["tensors"].as_array_mut().unwrap() {
+        let slice = serde_json::json!([0, row["elements"]]);
+        let held = (0..3).map(|device| serde_json::json!({"holder": {"device": device}, "slice": slice}));
+        row["gradient"] = held.collect();
+        row["optimizer"] = row["gradient"].clone();
+    }
+    folder.write("replicated.json", table.to_string());
+    let command = ["lab", "fleet.toml", "job.toml", "--table", "replicated.json", "--deadline", "3"];
+    let command = [&command[..], &["--stretch", "1", "--set", "train.steps=100000"]].concat();
+    let mut lost = folder.start(&[&command[..], &["--set", "checkpoint.to=lost"]].concat());
+    lost.wait_until("some steps", || {
+        let lines = std::fs::read_to_string(folder.join("lost").join("metrics.jsonl"));
+        lines.is_ok_and(|lines| lines.lines().count() > 5)
+    });
+    signal("-KILL", children(lost.id())[2]);
+    lost.wait().fails(&["n2:0"], "");
+    // Every line that was written is of a step that is saved.
+    let steps = metrics(&folder.join("lost")).len();
+    let saved = folder.join("lost").join("checkpoints").join(format!("step-{steps:08}"));
+    assert!(saved.is_dir(), "{}", saved.display());
+
+    let stop_at = (steps + 2).to_string();
+    let resume = ["--set", "checkpoint.to=lost", "--stop-at", &stop_at, "--json"];
+    assert_eq!(
+        json(folder.shoal(&[&command[..], &resume].concat()))["steps"].as_u64(),
+        Some(steps as u64 + 2)
+    );
+    let whole = ["--set", "checkpoint.to=whole", "--stop-at", &stop_at, "--json"];
+    json(folder.shoal(&[&command[..], &whole].concat()));
+    assert_eq!(losses(&folder, "lost"), losses(&folder, "whole"));
+}
+
 #[test]
 fn what_a_lab_cannot_do_it_says() {
     let folder = folder(2);
