@@ -27,7 +27,7 @@ pub enum EngineError {
     #[error("{tensor}: an update of it was cut short, and nobody knows what it reached")]
     Torn { tensor: String },
     #[error("{lost}; what is left could not be saved: {also}")]
-    AndThen { lost: Box<EngineError>, also: Box<EngineError> },
+    Unsaved { lost: Box<EngineError>, also: Box<EngineError> },
     #[error("slices at step {from} cannot be brought to step {to}: {what}")]
     Unsettled { from: u64, to: u64, what: &'static str },
     #[error("step {step}: the {what} is {value}, not a finite number")]
@@ -65,7 +65,7 @@ impl EngineError {
             EngineError::Torn { .. } | EngineError::Unsettled { .. } => {
                 Some("run the same command again: it resumes from the last checkpoint".into())
             }
-            EngineError::AndThen { lost, also } => also.hint().or_else(|| lost.hint()),
+            EngineError::Unsaved { lost, also } => also.hint().or_else(|| lost.hint()),
             EngineError::NotFinite { checkpoint, .. } => Some(match checkpoint {
                 Some(step) => format!(
                     "the checkpoint of step {step} is intact; lower train.optimizer.lr or set clip_norm, then resume from it"

@@ -248,7 +248,7 @@ impl Run {
         if let Err(EngineError::Net(_)) = &gone
             && let Err(also) = self.rescue(on_event)
         {
-            return gone.map_err(|lost| EngineError::AndThen { lost: Box::new(lost), also: Box::new(also) });
+            return gone.map_err(|lost| EngineError::Unsaved { lost: Box::new(lost), also: Box::new(also) });
         }
         gone
     }

@@ -21,6 +21,12 @@ use shoal_plan::{
     StepShape, Tier, agree, compile, verify_all,
 };
 
+/// Tables in every test run.
+const CASES: u64 = 30;
+
+/// The number of no device.
+const NOBODY: usize = usize::MAX;
+
 /// Steps that the lost device was to see: it is lost in one of the first two, and nobody gets past the one after.
 const STEPS: u64 = 4;
 
@@ -374,36 +380,47 @@ fn stopped(case: &Case, members: &[usize], lost: usize, draw: &mut Draw) -> Opti
     stops.then(|| (device, draw.of(&updates)))
 }
 
+/// What befalls a table's devices, one thing after the other. One that has all to itself is not lost, but stops.
+fn faults(case: &Case, seed: u64) -> Vec<Fault> {
+    let layout = Layout::new(&case.plan, &case.chain);
+    let (members, mut draw) = (layout.members(), Draw::new(seed));
+    let device = draw.of(members);
+    let program = &case.programs[device];
+    let places = places(program, &mut draw).into_iter().enumerate();
+    let fault = |(number, place): (usize, usize)| {
+        let (step, seed) = (draw.below(2) as u64, seed * 1000 + number as u64);
+        if members.len() == 1 {
+            let stopped = Some((device, place.min(program.instructions.len() - 1)));
+            return Fault { device: NOBODY, step, place: 0, stopped, seed };
+        }
+        let late = place > norm(program);
+        let stopped = if late { stopped(case, members, device, &mut draw) } else { None };
+        Fault { device, step, place, stopped, seed }
+    };
+    places.map(fault).collect()
+}
+
 #[test]
 fn whoever_is_lost_wherever_it_is_the_others_settle_at_one_step() {
     let disk = tempfile::tempdir().unwrap();
-    let (first, count) = (number("SHOAL_SEED", 0), number("SHOAL_CASES", 60));
-    let (mut coverage, mut tables) = (Coverage::default(), 0);
+    let (first, count) = (number("SHOAL_SEED", 0), number("SHOAL_CASES", CASES));
+    let (mut coverage, mut alone) = (Coverage::default(), 0);
     for seed in first..first + count {
         let case = case(seed);
-        let layout = Layout::new(&case.plan, &case.chain);
-        if layout.members().len() < 2 {
-            continue;
-        }
-        tables += 1;
-        let mut draw = Draw::new(seed);
         let expected = uninterrupted(&case, disk.path());
-        let device = draw.of(layout.members());
-        for (number, place) in places(&case.programs[device], &mut draw).into_iter().enumerate() {
-            let (step, seed) = (draw.below(2) as u64, seed * 1000 + number as u64);
-            let late = place > norm(&case.programs[device]);
-            let stopped = if late { stopped(&case, layout.members(), device, &mut draw) } else { None };
-            let fault = Fault { device, step, place, stopped, seed };
+        let faults = faults(&case, seed);
+        alone += usize::from(faults.iter().all(|fault| fault.device == NOBODY));
+        for fault in faults {
             let settled = std::panic::AssertUnwindSafe(|| {
                 settle_after(&case, &expected, fault, disk.path(), &mut coverage);
             });
             if std::panic::catch_unwind(settled).is_err() {
-                panic!("SHOAL_SEED={} SHOAL_CASES=1: {fault:?}", fault.seed / 1000);
+                panic!("SHOAL_SEED={seed} SHOAL_CASES=1: {fault:?}");
             }
         }
     }
-    println!("{tables} tables: {coverage:#?}");
-    if count >= 60 {
+    println!("{count} tables, {alone} of one device: {coverage:#?}");
+    if count >= CASES {
         let brought = |tier: Tier| coverage.slices_brought_on.get(&tier).copied().unwrap_or_default();
         assert!(coverage.rolled_forward > 0 && coverage.stayed > 0);
         assert!(coverage.survivors_partly > 0 && coverage.survivors_without_sums > 0);
