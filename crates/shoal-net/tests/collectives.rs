@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use common::{Random, TRANSPORTS, Transport, each, fabrics, settings};
 use shoal_net::collective::{Wire, all_gather, all_gather_bytes, all_reduce, even, reduce_scatter, sum_f64};
-use shoal_net::{Error, Fabric, Tag};
+use shoal_net::{Error, Fabric, Settings, Tag, in_process};
 
 /// Ascending slices, some empty, with gaps, in a buffer of this length.
 fn random_slices(random: &mut Random, members: usize, length: usize) -> Vec<Range<usize>> {
@@ -252,4 +252,15 @@ fn groups_and_slices_that_cannot_be_are_refused_before_anything_is_sent() {
     refused(&[0, 1], &[0..5, 4..10]);
     refused(&[0, 1], &[0..5, 5..11]);
     assert!(fabric.failure().is_none());
+}
+
+/// Whoever gives a sum up because another has left says who, though it gives up messages with others by it.
+#[test]
+fn a_sum_that_lacks_a_member_names_it_to_all() {
+    let mut fabrics = in_process(3, &Settings::default());
+    drop(fabrics.remove(1));
+    for fabric in fabrics {
+        let error = sum_f64(&fabric, &[0, 1, 2], &mut [1.0], Tag(7)).unwrap_err();
+        assert!(error.to_string().contains("worker 1 has left"), "{error}");
+    }
 }
