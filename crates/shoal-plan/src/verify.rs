@@ -112,6 +112,14 @@ fn verify_in(program: &Program, layout: &Layout, purpose: Purpose) -> Result<(),
     walk.finish()
 }
 
+/// Whether an instruction starts only when an earlier one in the list has ended, by their places alone: one after the
+/// other on a lane, or done on the spot, as computations and loads are.
+fn follows(instruction: &Instruction, earlier: &Instruction) -> bool {
+    let on_the_spot = earlier.lane == Lane::Compute || matches!(earlier.op, Op::Load { .. });
+    let in_line = earlier.lane == instruction.lane && earlier.lane != Lane::Network;
+    instruction.ahead == 0 && (on_the_spot || in_line)
+}
+
 /// Who adds to a sum, in the order the schedule fixed.
 struct Turns {
     ids: Vec<u32>,
@@ -325,7 +333,8 @@ impl<'a> Walk<'a> {
         let before = before.filter_map(|turns| turns.ids.get(turns.taken.checked_sub(1)?));
         let last = effects.needs_complete.iter().filter_map(turns).filter_map(|turns| turns.ids.last());
         let mut needed = makers.chain(before).chain(last);
-        let id = needed.find(|id| !instruction.after.contains(id))?;
+        let id =
+            needed.find(|id| !instruction.after.contains(id) && !follows(instruction, self.by_id[*id]))?;
         let (instruction, after) = (instruction.to_string(), self.by_id[id].to_string());
         Some(ProgramError::NotAwaited { instruction, after })
     }
