@@ -13,7 +13,6 @@
 //! way, what was done is still good or is done again: until `Started`, the old plan's workers keep their state.
 
 mod advance;
-mod agree;
 mod allocation;
 pub mod orders;
 mod payback;

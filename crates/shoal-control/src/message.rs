@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+use shoal_plan::{Closing, Standing};
 
 /// One life of a worker: a number that the controller gives out at joining and never again. A worker that was declared
 /// dead and comes back gets another one.
@@ -24,41 +25,6 @@ pub struct JobId(pub u64);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Epoch(pub u64);
-
-/// What is added up over all devices at the end of a step and its updates go by: norm, loss, targets, as bits, which only
-/// engines read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Closing {
-    /// The step that they close: its updates take slices from this version to the next.
-    pub step: u64,
-    pub sums: [u64; 4],
-}
-
-/// Where a worker's slices are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Standing {
-    /// Updates that every slice here has seen.
-    pub step: u64,
-    /// Whether some slices have already seen the next one.
-    pub applied: bool,
-    /// Of the last step whose sums are known here: that one, or the one before. Nobody knows a step's sums before every
-    /// holder has its reduced gradient.
-    pub closing: Option<Closing>,
-}
-
-impl Standing {
-    /// At a step, with nothing of the next.
-    pub fn at(step: u64) -> Standing {
-        Standing { step, applied: false, closing: None }
-    }
-
-    /// The version that this worker's slices can be brought to.
-    pub fn reaches(&self) -> u64 {
-        self.step.max(self.closing.map_or(0, |closing| closing.step + 1))
-    }
-}
 
 /// A plan as far as controllers look into it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -19,11 +19,12 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use serde::{Deserialize, Serialize};
+use shoal_plan::{Closing, Standing};
 
 use crate::bug::Bug;
 use crate::message::{
-    Closing, Command, Epoch, JobId, Order, Orders, Part, Plan, Progress, Report, Save, Source, Stage,
-    Standing, Status, ToController, ToWorker, WorkerId,
+    Command, Epoch, JobId, Order, Orders, Part, Plan, Progress, Report, Save, Source, Stage, Status,
+    ToController, ToWorker, WorkerId,
 };
 use crate::settings::Settings;
 

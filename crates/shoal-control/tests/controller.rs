@@ -7,6 +7,7 @@ use shoal_control::controller::state::{Class, JobSpec, Phase, Rest, State};
 use shoal_control::controller::{Action, Event, Proposal};
 use shoal_control::message::*;
 use shoal_control::{Controller, Settings};
+use shoal_plan::{Closing, Standing};
 
 /// A controller and workers that do as they are told at once.
 struct Fleet {
@@ -130,7 +131,8 @@ impl Fleet {
 }
 
 fn closing(step: u64) -> Option<Closing> {
-    Some(Closing { step, sums: [step; 4] })
+    let (loss, norm_squared, correct) = (1.0.into(), 2.0.into(), 0.0.into());
+    Some(Closing { step, loss, norm_squared, targets: 8, correct })
 }
 
 /// A job of two workers that runs its first plan.
@@ -147,13 +149,14 @@ fn pair() -> Fleet {
 fn after_a_death_the_survivor_goes_where_the_dead_one_was() {
     let mut fleet = pair();
     // The first has applied step 0 and says so; the second only has its gradient. Then the first dies.
-    let standing = Standing { step: 1, applied: false, closing: closing(0) };
+    let standing = Standing { closing: closing(0), ..Standing::at(1) };
     let committed = fleet.part(1, 1, 1, Stage::Running, standing);
     assert_eq!(committed, [Record::Committed { job: JobId(1), step: 1, closing: closing(0) }]);
     fleet.silence(&[2]);
     let stopping = Record::Stopping { job: JobId(1), after: None, why: Why::Lost, next: None };
     assert!(fleet.records.contains(&stopping), "{:?}", fleet.records);
-    let decided = fleet.part(2, 1, 1, Stage::Stopped, Standing::at(0));
+    let has_gradient = Standing { reduced: true, ..Standing::at(0) };
+    let decided = fleet.part(2, 1, 1, Stage::Stopped, has_gradient);
     assert_eq!(decided, [Record::Decided { job: JobId(1), step: 1, closing: closing(0) }]);
     let order = &fleet.orders[&WorkerId(2)][&JobId(1)];
     assert_eq!(order.command, Command::GoTo { step: 1, closing: closing(0) });
@@ -163,7 +166,13 @@ fn after_a_death_the_survivor_goes_where_the_dead_one_was() {
 fn one_that_starts_again_says_what_had_been_decided() {
     let mut fleet = pair();
     fleet.silence(&[2]);
-    fleet.part(2, 1, 1, Stage::Stopped, Standing { step: 0, applied: true, closing: closing(0) });
+    fleet.part(
+        2,
+        1,
+        1,
+        Stage::Stopped,
+        Standing { step: 0, applied: true, reduced: true, closing: closing(0) },
+    );
     let order = fleet.orders[&WorkerId(2)][&JobId(1)].clone();
     assert_eq!(order.command, Command::GoTo { step: 1, closing: closing(0) });
 

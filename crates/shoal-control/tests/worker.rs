@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use shoal_control::message::*;
 use shoal_control::worker::{Action, EngineCommand, EngineEvent, Event};
 use shoal_control::{Settings, Worker};
+use shoal_plan::{Closing, Standing};
 
 const JOB: JobId = JobId(1);
 const ME: WorkerId = WorkerId(7);
@@ -127,12 +128,13 @@ fn it_rolls_forward_once_and_by_the_sums_it_is_told() {
     worker.step(1_001, orders(1, 12, 1, Command::Stop { after: None }));
     let halted = EngineEvent::Halted { epoch: Epoch(1), standing: Standing::at(3), culprit: None };
     worker.step(1_002, engine(halted));
-    let closing = Closing { step: 3, sums: [1, 2, 3, 4] };
+    let (loss, norm_squared, correct) = (1.0.into(), 2.0.into(), 3.0.into());
+    let closing = Closing { step: 3, loss, norm_squared, targets: 4, correct };
     let go = || orders(1, 13, 1, Command::GoTo { step: 4, closing: Some(closing) });
     let settle = [EngineCommand::Settle { epoch: Epoch(1), step: 4, closing }];
     assert_eq!(commands(worker.step(1_003, go())), settle);
     assert_eq!(commands(worker.step(1_004, go())), []);
-    let standing = Standing { step: 4, applied: false, closing: Some(closing) };
+    let standing = Standing { closing: Some(closing), ..Standing::at(4) };
     worker.step(1_005, engine(EngineEvent::Settled { epoch: Epoch(1), standing }));
     assert_eq!(commands(worker.step(1_006, go())), [], "it is there");
 }

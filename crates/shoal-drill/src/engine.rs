@@ -6,8 +6,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use shoal_control::Bug;
-use shoal_control::message::{Closing, Epoch, JobId, Plan, Save, Source, Standing, WorkerId};
+use shoal_control::message::{Epoch, JobId, Plan, Save, Source, WorkerId};
 use shoal_control::worker::{EngineCommand, EngineEvent};
+use shoal_plan::{Closing, Standing};
 
 use crate::random::Random;
 use crate::store::Store;
@@ -117,7 +118,8 @@ impl Share {
     fn standing(&self) -> Standing {
         let step = self.version();
         let applied = self.slices.values().any(|slice| slice.version > step);
-        Standing { step, applied, closing: self.closing }
+        let reduced = self.reduced.is_some_and(|(reduced, _)| reduced == step);
+        Standing { step, applied, reduced, closing: self.closing }
     }
 }
 

@@ -4,7 +4,8 @@
 
 use shoal_control::controller::Proposal;
 use shoal_control::controller::record::Paced;
-use shoal_control::message::{Closing, JobId, Plan, WorkerId};
+use shoal_control::message::{JobId, Plan, WorkerId};
+use shoal_plan::Closing;
 
 use crate::random::mixed;
 
@@ -34,7 +35,7 @@ impl Slice {
             self.digest
                 ^ mixed(samples.0)
                 ^ mixed(samples.1).rotate_left(7)
-                ^ closing.sums[0].rotate_left(13),
+                ^ closing.targets.rotate_left(13),
         );
     }
 
@@ -62,7 +63,8 @@ impl Rights {
 }
 
 pub fn closing(job: JobId, step: u64) -> Closing {
-    Closing { step, sums: [mixed(job.0 ^ mixed(step)), 0, 0, 0] }
+    let (loss, norm_squared, correct) = (0.0.into(), 0.0.into(), 0.0.into());
+    Closing { step, loss, norm_squared, targets: mixed(job.0 ^ mixed(step)), correct }
 }
 
 /// The samples that a plan gives one of its workers, nothing to those who only hold state.

@@ -30,11 +30,10 @@ fn rules(bug: Bug) -> &'static [&'static str] {
         Bug::DeadTooSoon | Bug::IgnoreLease => &["one plan"],
         Bug::PartMissing | Bug::RemoveEarly | Bug::SavedTooSoon => &["no torn checkpoint"],
         Bug::DecideEarly | Bug::ObeyOld => &["one plan", "one version"],
-        Bug::GoBack | Bug::StartUnready | Bug::ForgetHolders | Bug::DropEarly | Bug::UpdateEarly => {
-            &["one version"]
-        }
+        Bug::GoBack | Bug::StartUnready | Bug::ForgetHolders | Bug::DropEarly => &["one version"],
         Bug::SettleAgain | Bug::OwnPosition => &["every sample once"],
-        Bug::GiveUp => &["nothing given up"],
+        // Survivors without the gradient of a step that others have applied can only go back.
+        Bug::GiveUp | Bug::UpdateEarly => &["nothing given up"],
         Bug::ForgetPlanner => &["progress"],
     }
 }

@@ -310,7 +310,7 @@ impl Run {
         }
         // The others end, so where they stand does not matter: this state alone is one of the run's.
         let own = self.executor.standing()?;
-        let Ok(target) = shoal_plan::agree(&self.plan, &[own]) else { return Ok(()) };
+        let Ok(target) = shoal_plan::agree(&self.plan, &[(self.program.device, own)]) else { return Ok(()) };
         let outcome = target.closing.filter(|_| target.step > self.step).map(|sums| self.outcome_of(&sums));
         // A step that would have ended the run is none to go on from.
         let ends = |outcome: &StepOutcome| {

@@ -43,7 +43,7 @@ pub use one_device::{DeviceOffer, PlanError, Planned, Preferences, StepShape, pl
 pub use parts::{GatheredPart, ReducedPart};
 pub use program::{Instruction, Keep, Lane, Moved, Op, Pass, Program, Purpose};
 pub use schedule::{ByArithmetic, Pace, is_remade};
-pub use standing::{Applied, Closing, Disagreement, Standing, Target, agree};
+pub use standing::{Closing, Disagreement, Standing, Target, agree, meet};
 pub use table::{
     Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Order, Plan, Residence, Samples,
     Slice, TensorRow, Tier,

@@ -42,29 +42,30 @@ pub struct Closing {
     pub correct: Exact,
 }
 
-/// How far a step's updates have come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Applied {
-    Nothing,
-    /// Some slices are at the next version already.
-    Partly,
-}
-
 /// Where a worker's slices are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Standing {
-    /// Which of the plan's devices it is.
-    pub device: usize,
     /// Updates that every slice here has seen: the version that all are at, or some have just left.
     pub step: u64,
-    /// What has been applied of the step that leads on from there. With all of it applied, that step is the next.
-    pub applied: Applied,
-    /// Whether that step's gradients are here, added up over all devices.
+    /// Whether some slices have already seen the next one.
+    pub applied: bool,
+    /// Whether the gradients of the step that leads on from there are here, added up over all devices.
     pub reduced: bool,
     /// Of the last step whose sums are known here: that one, or the one before.
     pub closing: Option<Closing>,
+}
+
+impl Standing {
+    /// At a step, with nothing of the next.
+    pub fn at(step: u64) -> Standing {
+        Standing { step, applied: false, reduced: false, closing: None }
+    }
+
+    /// The version that this worker's slices can be brought to.
+    pub fn reaches(&self) -> u64 {
+        self.step.max(self.closing.map_or(0, |closing| closing.step + 1))
+    }
 }
 
 /// Where all survivors go.
@@ -94,22 +95,25 @@ pub enum Disagreement {
     OtherClosing { device: usize, step: u64 },
 }
 
-/// Where the survivors of a plan's devices go.
-pub fn agree(plan: &Plan, standings: &[Standing]) -> Result<Target, Disagreement> {
-    let reaches = |standing: &Standing| {
-        let closes = standing.closing.map_or(0, |closing| closing.step + 1);
-        standing.step.max(closes)
-    };
-    let step = standings.iter().map(reaches).max().ok_or(Disagreement::Nobody)?;
-    let mut closing: Option<Closing> = None;
-    for standing in standings {
-        let Some(known) = standing.closing.filter(|known| known.step + 1 == step) else { continue };
-        if *closing.get_or_insert(known) != known {
-            return Err(Disagreement::OtherClosing { device: standing.device, step: known.step });
+/// The step that all of a plan's devices who are left go to, given by their numbers, and the closing sums of the one before
+/// it. Someone else may know how far the job came at least, and by which sums.
+pub fn meet(
+    least: u64,
+    known: Option<Closing>,
+    standings: &[(usize, Standing)],
+) -> Result<(u64, Option<Closing>), Disagreement> {
+    let reached = standings.iter().map(|(_, standing)| standing.reaches()).max();
+    let step = reached.ok_or(Disagreement::Nobody)?.max(least);
+    let closes = |closing: &Closing| closing.step + 1 == step;
+    let mut closing = known.filter(closes);
+    for (device, standing) in standings {
+        let Some(told) = standing.closing.filter(closes) else { continue };
+        if *closing.get_or_insert(told) != told {
+            return Err(Disagreement::OtherClosing { device: *device, step: told.step });
         }
     }
-    for Standing { device, step: at, applied, reduced, .. } in standings.iter().copied() {
-        if at == step && applied == Applied::Nothing {
+    for (device, Standing { step: at, applied, reduced, .. }) in standings.iter().copied() {
+        if at == step && !applied {
             continue;
         }
         if at + 1 < step {
@@ -122,7 +126,13 @@ pub fn agree(plan: &Plan, standings: &[Standing]) -> Result<Target, Disagreement
             return Err(Disagreement::NotReduced { device, step: at });
         }
     }
-    let is_there = |name: &str| standings.iter().any(|standing| plan.devices[standing.device].name == name);
+    Ok((step, closing))
+}
+
+/// Where the survivors of a plan's devices go.
+pub fn agree(plan: &Plan, standings: &[(usize, Standing)]) -> Result<Target, Disagreement> {
+    let (step, closing) = meet(0, None, standings)?;
+    let is_there = |name: &str| standings.iter().any(|(device, _)| plan.devices[*device].name == name);
     let lost = Difference::new(plan, plan, is_there).lost;
     Ok(Target { step, closing, lost })
 }

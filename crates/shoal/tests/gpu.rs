@@ -165,7 +165,7 @@ fn shares_of_the_gpu_train_together() {
     let steps = ["--set", "train.steps=10"];
     let alone = ["train", "job.toml", "--json", "--set", "checkpoint.to=alone"];
     folder.shoal(&[&alone[..], &steps].concat()).succeeds();
-    for shape in ["mixed", "pipeline"] {
+    for shape in ["sharded", "pipeline"] {
         let run = format!("checkpoint.to={shape}");
         let lab = ["lab", "fleet.toml", "job.toml", "--json", "--shape", shape, "--set", &run];
         let told = folder.shoal(&[&lab[..], &steps].concat()).succeeds();

@@ -4,16 +4,15 @@
 
 use std::collections::BTreeSet;
 
-use super::agree::agree;
+use shoal_plan::{Closing, Standing, meet};
+
 use super::allocation::{Targets, available, targets};
 use super::payback::{changes_every_ms, weigh};
 use super::record::{Failure, Loss, Paced, Record, Why};
 use super::state::{Base, Job, Phase, Rest, Wish};
 use super::{Controller, Proposal, Work};
 use crate::bug::Bug;
-use crate::message::{
-    Checkpoint, Closing, Epoch, JobId, Part, Plan, Progress, Save, Stage, Standing, Status, WorkerId,
-};
+use crate::message::{Checkpoint, Epoch, JobId, Part, Plan, Progress, Save, Stage, Status, WorkerId};
 
 /// Times that peers may fail to reach a worker, without a step done between, before it gets no work for a while.
 const STRIKES_MAX: u32 = 2;
@@ -312,8 +311,10 @@ impl Controller {
         }
         let parts: Vec<(WorkerId, Option<Part>)> = self.parts(id, job, plan).collect();
         let stopped = |part: &Option<Part>| part.filter(|part| part.stage == Stage::Stopped);
-        let standings: Option<Vec<Standing>> =
-            parts.iter().map(|(_, part)| stopped(part).map(|part| part.standing)).collect();
+        let place = |worker: WorkerId| plan.members.iter().position(|member| *member == worker);
+        let standing =
+            |(worker, part): &(WorkerId, Option<Part>)| Some((place(*worker)?, stopped(part)?.standing));
+        let standings: Option<Vec<(usize, Standing)>> = parts.iter().map(standing).collect();
         let Some(standings) = standings else {
             let lost = !plan.members.iter().all(|worker| self.state.is_alive(*worker));
             let stalled =
@@ -323,11 +324,12 @@ impl Controller {
             return (after.is_some() && (lost || stalled || late)).then_some(Record::Hurried { job: id });
         };
         if self.bug == Some(Bug::GoBack) {
-            let step = standings.iter().map(|standing| standing.step).min().unwrap_or(0).max(job.committed);
+            let step =
+                standings.iter().map(|(_, standing)| standing.step).min().unwrap_or(0).max(job.committed);
             return Some(Record::Decided { job: id, step, closing: None });
         }
-        match agree(job.committed, job.closing, &standings) {
-            Some((step, closing)) if self.covers(plan) => Some(Record::Decided { job: id, step, closing }),
+        match meet(job.committed, job.closing, &standings) {
+            Ok((step, closing)) if self.covers(plan) => Some(Record::Decided { job: id, step, closing }),
             _ => Some(Record::Restored { job: id }),
         }
     }

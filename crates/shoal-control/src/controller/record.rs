@@ -1,9 +1,10 @@
 //! What the controller has learnt and decided, one record each. The state is what follows from them, in their order.
 
 use serde::{Deserialize, Serialize};
+use shoal_plan::Closing;
 
 use super::state::{JobSpec, Rest, Wish};
-use crate::message::{Closing, Epoch, JobId, Plan, Save, WorkerId};
+use crate::message::{Epoch, JobId, Plan, Save, WorkerId};
 
 /// A worker and what its steps take, in percent of what was predicted: what planners are given.
 pub type Paced = (WorkerId, u32);

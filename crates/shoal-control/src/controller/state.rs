@@ -15,9 +15,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
+use shoal_plan::Closing;
 
 use super::record::{Loss, Paced, Record, Why};
-use crate::message::{Checkpoint, Closing, Epoch, JobId, Plan, Save, Source, WorkerId};
+use crate::message::{Checkpoint, Epoch, JobId, Plan, Save, Source, WorkerId};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

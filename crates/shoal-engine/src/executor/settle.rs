@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use shoal_plan::{Applied, Closing, Op, Standing, Tier};
+use shoal_plan::{Closing, Op, Standing, Tier};
 
 use super::Executor;
 use super::step::{Step, StepInput};
@@ -92,9 +92,8 @@ impl Executor {
         assert!(last <= first + 1, "slices are at versions {first} to {last}");
         let under_way = self.progress.filter(|progress| progress.terms.step == first);
         Ok(Standing {
-            device: self.fabric.as_ref().map_or(0, |fabric| fabric.rank()),
             step: first,
-            applied: if last > first { Applied::Partly } else { Applied::Nothing },
+            applied: last > first,
             reduced: under_way.is_some_and(|progress| progress.reduced),
             closing,
         })
@@ -116,7 +115,7 @@ impl Executor {
     pub fn settle(&mut self, step: u64, closing: Option<Closing>) -> Result {
         let standing = self.standing()?;
         let closing = closing.or(standing.closing).filter(|closing| closing.step + 1 == step);
-        if standing.step != step || standing.applied != Applied::Nothing {
+        if standing.step != step || standing.applied {
             let refused = |what| EngineError::Unsettled { from: standing.step, to: step, what };
             if standing.step + 1 != step {
                 return Err(refused("one step at most is applied, and none is taken back"));
