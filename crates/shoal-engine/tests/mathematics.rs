@@ -160,7 +160,8 @@ fn direction_of(direction: u64, name: &str, elements: usize) -> Vec<f32> {
 
 fn optimizer() -> OptimizerSettings {
     OptimizerSettings {
-        kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
+        // Far above rounding: with the usual 1e-8, a gradient that is nothing but rounding makes a whole step.
+        kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-4 },
         lr: 1e-3,
         weight_decay: 0.1,
         decay: Decay::Matrices,
@@ -266,8 +267,6 @@ proptest! {
     fn the_cut_of_the_batch_changes_nothing(case in case()) {
         let (_, whole) = case.plan(case.global_batch, false, false);
         let (_, cut) = case.own_plan();
-        // Gradients of the first step: AdamW turns the rounding of a gradient that is nearly zero into a
-        // whole step, so later ones may differ where losses do not.
         let ((_, reference), (_, found)) = (case.train(&whole, 1), case.train(&cut, 1));
         let (losses, cut_losses) = (case.train(&whole, 3).0, case.train(&cut, 3).0);
         for (a, b) in losses.iter().zip(&cut_losses) {
