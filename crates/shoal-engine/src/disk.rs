@@ -45,9 +45,10 @@ impl DiskSlice {
         (4 * self.elements * part) as u64
     }
 
-    fn read(&self, part: usize, out: &mut [f32]) -> Result {
+    fn read(&self, part: usize, first: usize, out: &mut [f32]) -> Result {
         let failed = |source| EngineError::File { path: self.path.to_path_buf(), source };
-        self.file.read_exact_at(bytemuck::cast_slice_mut(out), self.place(part)).map_err(failed)
+        let place = self.place(part) + 4 * first as u64;
+        self.file.read_exact_at(bytemuck::cast_slice_mut(out), place).map_err(failed)
     }
 
     fn write(&self, part: usize, first: usize, values: &[f32]) -> Result {
@@ -57,15 +58,16 @@ impl DiskSlice {
     }
 
     pub fn read_parameter(&self, out: &mut [f32]) -> Result {
-        self.read(0, out)
+        self.read(0, 0, out)
     }
 
     pub fn write_parameter(&self, values: &[f32]) -> Result {
         self.write(0, 0, values)
     }
 
-    pub fn read_gradient(&self, out: &mut [f32]) -> Result {
-        self.read(1, out)
+    /// Reads some of the gradient, from an element on.
+    pub fn read_gradient(&self, first: usize, out: &mut [f32]) -> Result {
+        self.read(1, first, out)
     }
 
     /// Writes some of the gradient, from an element on.
@@ -74,7 +76,7 @@ impl DiskSlice {
     }
 
     pub fn read_state(&self, state: usize, out: &mut [f32]) -> Result {
-        self.read(2 + state, out)
+        self.read(2 + state, 0, out)
     }
 
     pub fn write_state(&self, state: usize, values: &[f32]) -> Result {

@@ -4,6 +4,7 @@
 
 mod between;
 mod clockwork;
+mod gradients;
 mod moves;
 mod pieces;
 mod replay;

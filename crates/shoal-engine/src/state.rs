@@ -20,7 +20,7 @@ use crate::error::Result;
 /// The tensors of a slice: its parameters in fp32, and what is kept for them.
 pub struct SliceTensors {
     pub parameter: Tensor,
-    /// Its gradient, where it is not part of the sum that the device's own layers add to.
+    /// Its gradient, where that is added up elsewhere and handed over.
     pub gradient: Option<Tensor>,
     pub optimizer: Vec<Tensor>,
 }
@@ -61,6 +61,55 @@ impl HeldSlice {
     }
 }
 
+impl HeldSlice {
+    /// Room for the gradient that is handed over to it; what is in memory is to be given back.
+    pub fn take_gradient(&mut self) -> SumSlice {
+        let room = match &mut self.kept {
+            Kept::Memory(tensors) => {
+                SumRoom::Memory(tensors.gradient.take().expect("room for what is handed over"))
+            }
+            Kept::Disk(disk) => SumRoom::Disk(disk.clone()),
+            Kept::Lent => panic!("a gradient is handed over while its slice is updated"),
+        };
+        SumSlice { slice: self.slice, tier: self.tier, room }
+    }
+}
+
+/// Some elements of a gradient's sum, in one of the device's memories.
+pub struct SumSlice {
+    pub slice: Slice,
+    pub tier: Tier,
+    pub room: SumRoom,
+}
+
+pub enum SumRoom {
+    Memory(Tensor),
+    Disk(DiskSlice),
+}
+
+impl SumSlice {
+    /// The one that is just a slice in a memory.
+    pub fn find(sums: &[SumSlice], tier: Tier, slice: Slice) -> Option<&SumSlice> {
+        sums.iter().find(|sum| sum.tier == tier && sum.slice == slice)
+    }
+
+    pub fn in_memory(&self) -> Option<&Tensor> {
+        match &self.room {
+            SumRoom::Memory(sum) => Some(sum),
+            SumRoom::Disk(_) => None,
+        }
+    }
+
+    /// The same once more, to be read.
+    pub fn share(&self) -> SumSlice {
+        let room = match &self.room {
+            SumRoom::Memory(tensor) => SumRoom::Memory(tensor.share()),
+            SumRoom::Disk(disk) => SumRoom::Disk(disk.clone()),
+        };
+        SumSlice { slice: self.slice, tier: self.tier, room }
+    }
+}
+
 /// One tensor of the model and everything that is kept for it here.
 pub struct Held {
     /// Of the whole tensor.
@@ -75,6 +124,10 @@ pub struct Held {
     /// What this device's layers add to: none while an instruction has it, where nothing is trained, or, as long as
     /// nothing was added, where the sum is kept elsewhere.
     pub gradient: Option<GradientSum>,
+    /// Whether the sum over all devices is kept there too.
+    pub keeps_sum: bool,
+    /// What else is kept here of the sum over all devices.
+    pub sums: Vec<SumSlice>,
 }
 
 impl Held {
@@ -90,6 +143,16 @@ impl Held {
     /// The parameters, of a device that has them all in its own memory.
     pub fn parameter(&self) -> &Tensor {
         &self.whole().expect("the device has all of the tensor").tensors().parameter
+    }
+
+    /// All that is kept here of the gradient's sum over all devices, to be read.
+    pub fn shared_sums(&self) -> impl Iterator<Item = SumSlice> + '_ {
+        let whole = self.gradient.as_ref().filter(|_| self.keeps_sum).map(|sum| SumSlice {
+            slice: Slice { start: 0, end: self.elements },
+            tier: Tier::Device,
+            room: SumRoom::Memory(sum.sum.share()),
+        });
+        whole.into_iter().chain(self.sums.iter().map(SumSlice::share))
     }
 
     /// The slice in a memory that has these elements, and where in it they are.
@@ -178,7 +241,10 @@ impl ModelState {
         let mut tensors = Vec::with_capacity(chain.tensors.len());
         for (index, spec) in chain.tensors.iter().enumerate() {
             let mut held = Held::nothing(spec);
-            held.take_whole(device, chain, index, precision, optimizer)?;
+            held.take_whole(device, spec, false, optimizer)?;
+            if optimizer.is_some() {
+                held.keep_sum(device, chain, index, precision)?;
+            }
             held.copy = copy_room(device, chain, index, precision)?;
             tensors.push(held);
         }
@@ -197,8 +263,10 @@ impl ModelState {
         for (tensor, spec) in chain.tensors.iter().enumerate() {
             let mut held = Held::nothing(spec);
             let whole = layout.holds_whole(tensor, index);
+            let handed = layout.handed(tensor, index);
             if whole {
-                held.take_whole(device, chain, tensor, plan.precision, optimizer)?;
+                let is_handed = handed.iter().any(|part| part.holder == Holder::Device(index));
+                held.take_whole(device, spec, is_handed, optimizer)?;
             }
             for part in layout
                 .held(tensor, index)
@@ -208,8 +276,14 @@ impl ModelState {
                 let (slice, tier) = (part.slice, part.holder.tier());
                 held.slices.push(match tier {
                     Tier::Disk => HeldSlice::on_disk(&tiers.disk, spec, slice, optimizer)?,
-                    _ => HeldSlice::in_memory(tiers.of(tier), spec, slice, tier, true, optimizer)?,
+                    _ => {
+                        let is_handed = handed.contains(part);
+                        HeldSlice::in_memory(tiers.of(tier), spec, slice, tier, is_handed, optimizer)?
+                    }
                 });
+            }
+            if optimizer.is_some() {
+                held.keep_sums(tiers, layout, tensor, index)?;
             }
             let resident = layout.residence(tensor, index) == Some(Residence::Resident);
             if whole && layout.residence(tensor, index).is_some() {
@@ -316,22 +390,65 @@ pub const PARAMETER: &str = "parameter";
 
 impl Held {
     fn nothing(spec: &TensorSpec) -> Held {
-        Held { elements: spec.elements(), slices: Vec::new(), copy: None, copy_version: 0, gradient: None }
+        Held {
+            elements: spec.elements(),
+            slices: Vec::new(),
+            copy: None,
+            copy_version: 0,
+            gradient: None,
+            keeps_sum: false,
+            sums: Vec::new(),
+        }
     }
 
-    /// Makes room for all of the tensor in the device's own memory; its gradient is the sum that layers add to.
+    /// Makes room for all of the tensor in the device's own memory.
     fn take_whole(
+        &mut self,
+        device: &dyn Device,
+        spec: &TensorSpec,
+        is_handed: bool,
+        optimizer: Option<&OptimizerSettings>,
+    ) -> Result {
+        let all = Slice { start: 0, end: self.elements };
+        self.slices.push(HeldSlice::in_memory(device, spec, all, Tier::Device, is_handed, optimizer)?);
+        Ok(())
+    }
+
+    /// Makes room for a whole gradient: it is the sum that layers add to.
+    fn keep_sum(
         &mut self,
         device: &dyn Device,
         chain: &Chain,
         tensor: usize,
         precision: Precision,
-        optimizer: Option<&OptimizerSettings>,
     ) -> Result {
-        let all = Slice { start: 0, end: self.elements };
-        let spec = &chain.tensors[tensor];
-        self.slices.push(HeldSlice::in_memory(device, spec, all, Tier::Device, false, optimizer)?);
-        self.gradient = optimizer.map(|_| gradient_room(device, chain, tensor, precision)).transpose()?;
+        self.gradient = Some(gradient_room(device, chain, tensor, precision)?);
+        self.keeps_sum = true;
+        Ok(())
+    }
+
+    /// Makes room for what the table has a device keep of a gradient.
+    fn keep_sums(&mut self, tiers: &Tiers, layout: &Layout, tensor: usize, index: usize) -> Result {
+        let whole = layout.sums_whole(tensor, index);
+        if whole {
+            self.keep_sum(&*tiers.device, layout.chain, tensor, layout.plan.precision)?;
+        }
+        let name = &layout.chain.tensors[tensor].name;
+        let in_slices = |part: &&shoal_plan::Held| !whole || part.holder != Holder::Device(index);
+        for part in layout.summed(tensor, index).iter().filter(in_slices) {
+            let (slice, tier) = (part.slice, part.holder.tier());
+            let here = self.slices.iter().find(|held| held.tier == tier && held.slice == slice);
+            let room = match (tier, here.map(|held| &held.kept)) {
+                // A slice on a disk has room for its gradient in the same file.
+                (Tier::Disk, Some(Kept::Disk(disk))) => SumRoom::Disk(disk.clone()),
+                (Tier::Disk, _) => SumRoom::Disk(DiskSlice::create(&tiers.disk, name, slice.count(), 0)?),
+                _ => {
+                    let who = format!("gradient of {name}");
+                    SumRoom::Memory(Tensor::new(tiers.of(tier).arena(), &who, slice.count())?)
+                }
+            };
+            self.sums.push(SumSlice { slice, tier, room });
+        }
         Ok(())
     }
 }
@@ -379,12 +496,12 @@ impl HeldSlice {
         spec: &TensorSpec,
         slice: Slice,
         tier: Tier,
-        with_gradient: bool,
+        is_handed: bool,
         optimizer: Option<&OptimizerSettings>,
     ) -> Result<HeldSlice> {
         let room = |what: &str| Tensor::new(device.arena(), &format!("{what} {}", spec.name), slice.count());
         let parameter = room("parameter")?;
-        let gradient = (with_gradient && optimizer.is_some()).then(|| room("gradient of")).transpose()?;
+        let gradient = (is_handed && optimizer.is_some()).then(|| room("gradient of")).transpose()?;
         let state = |name: &&str| -> Result<Tensor> {
             let mut state = room(&format!("{name} of"))?;
             device.zero(&mut state)?;

@@ -15,8 +15,6 @@ use crate::table::{FORMAT, Order, Plan, Samples, TableError, Tier};
 pub enum CompileError {
     #[error(transparent)]
     Table(#[from] TableError),
-    #[error("{tensor}: its gradient is added up elsewhere than its optimizer needs it")]
-    Apart { tensor: String },
     #[error(
         "{layer} norms samples together that are in different micro-batches, of which the first would be done before the last begins"
     )]
@@ -40,7 +38,6 @@ pub fn compile_paced(
     let layout = Layout::new(plan, chain);
     if purpose == Purpose::Train {
         refuse_split_groups(&layout)?;
-        refuse_gradients_apart(plan)?;
     }
     let lists = lists(&layout, purpose, pace).into_iter().enumerate();
     let program = |(device, list)| {
@@ -72,21 +69,6 @@ pub(crate) fn splits_groups(chain: &Chain, layer: usize, batches: &[Samples]) ->
     batches.iter().filter_map(groups).flatten().any(|(group, _)| !seen.insert(group))
 }
 
-/// A gradient is added up where its slice is updated.
-fn refuse_gradients_apart(plan: &Plan) -> Result<(), CompileError> {
-    for row in &plan.tensors {
-        let places = |held: &[crate::table::Held]| {
-            let mut places: Vec<_> = held.iter().map(|held| (held.slice, held.holder)).collect();
-            places.sort_unstable();
-            places
-        };
-        if places(&row.gradient) != places(&row.optimizer) {
-            return Err(CompileError::Apart { tensor: row.tensor.clone() });
-        }
-    }
-    Ok(())
-}
-
 /// What part of a device an instruction occupies.
 pub(crate) fn lane(op: &Op, layout: &Layout) -> Lane {
     let alone = layout.members().len() == 1;
@@ -97,6 +79,7 @@ pub(crate) fn lane(op: &Op, layout: &Layout) -> Lane {
             layout.gather(layer, pass).map_or(Lane::Compute, |group| group.lane(true))
         }
         Op::Reduce { layer } => layout.reduce(layer).map_or(Lane::Compute, |group| group.lane(false)),
+        Op::HandOver { layer } => layout.hand_over(layer).map_or(Lane::Compute, |group| group.lane(false)),
         Op::Send { .. } | Op::Receive { .. } | Op::Exchange { .. } => Lane::Network,
         Op::SumLoss | Op::GradientNorm if !alone => Lane::Network,
         Op::CountTargets => {

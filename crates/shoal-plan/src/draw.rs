@@ -178,7 +178,7 @@ fn tensors(chain: &Chain, plan: &Plan, draw: &mut Draw) -> Vec<TensorRow> {
     // Whole tables are of one kind, or anything goes for each tensor.
     let style = draw.below(4);
     let residence = draw.of(&[Residence::Resident, Residence::Fetched]);
-    (0..chain.tensors.len())
+    let mut rows: Vec<TensorRow> = (0..chain.tensors.len())
         .map(|tensor| {
             let spec = &chain.tensors[tensor];
             let users: BTreeSet<usize> = chain
@@ -204,7 +204,25 @@ fn tensors(chain: &Chain, plan: &Plan, draw: &mut Draw) -> Vec<TensorRow> {
                 optimizer: held,
             }
         })
-        .collect()
+        .collect();
+    if draw.chance(25) {
+        for row in &mut rows {
+            if draw.chance(60) {
+                row.gradient = sums(row, devices, draw);
+            }
+        }
+    }
+    rows
+}
+
+/// A gradient that is added up elsewhere than it is needed: where layers compute it, in slices, or in one place.
+fn sums(row: &TensorRow, devices: usize, draw: &mut Draw) -> Vec<Held> {
+    let users = row.compute_copies.iter().map(|copy| Holder::Device(copy.device));
+    match draw.below(3) {
+        0 => users.map(|holder| whole(holder, row.elements)).collect(),
+        1 => slices(row.elements, devices, draw),
+        _ => vec![whole(holder(devices, draw), row.elements)],
+    }
 }
 
 fn whole(holder: Holder, elements: usize) -> Held {
@@ -329,6 +347,8 @@ pub fn features(plan: &Plan, chain: &Chain) -> BTreeSet<&'static str> {
         note(slices.len() > 1, "state in slices");
         note(row.optimizer.len() > slices.len(), "a slice with several holders");
         note(row.compute_copies.iter().any(|copy| copy.residence == Residence::Fetched), "fetched");
+        note(!layout.all_handed(tensor).is_empty(), "gradients that are handed over");
+        note(!layout.handed_parts_of(tensor).is_empty(), "gradients handed to other devices");
         let users: BTreeSet<usize> = chain.users(tensor).flat_map(|layer| layout.computing(layer)).collect();
         note(chain.users(tensor).count() > 1 && users.len() > 1, "tied over several devices");
     }

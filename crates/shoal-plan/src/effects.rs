@@ -95,6 +95,10 @@ pub enum Fact {
     Reduced {
         layer: usize,
     },
+    /// Those sums, where the optimizer's slices are.
+    HandedOver {
+        layer: usize,
+    },
     /// The next version of the slices of a tensor in one kind of memory.
     Updated {
         tensor: usize,
@@ -168,6 +172,7 @@ impl fmt::Display for Fact {
                 write!(f, "the exchanged sums of layer {layer}'s group {group}")
             }
             Fact::Reduced { layer } => write!(f, "layer {layer}'s reduced gradients"),
+            Fact::HandedOver { layer } => write!(f, "layer {layer}'s gradients where they are needed"),
             Fact::Updated { tensor, .. } => write!(f, "the update of tensor {tensor}"),
         }
     }
@@ -362,6 +367,12 @@ impl Of<'_> {
                 establishes: Some(Fact::Reduced { layer }),
                 ..Effects::default()
             },
+            Op::HandOver { layer } => Effects {
+                needs: self.reduced(layer).into_iter().collect(),
+                needs_complete: self.gradients(layer),
+                establishes: Some(Fact::HandedOver { layer }),
+                ..Effects::default()
+            },
             Op::Predict { layer, samples } => {
                 let fed = Effects { uses_up: self.feed(layer, samples), ..Effects::default() };
                 self.reading(layer, false, fed)
@@ -372,13 +383,7 @@ impl Of<'_> {
                 ..Effects::default()
             },
             Op::GradientNorm => self.gradient_norm(),
-            // A loss that is no number stops the step before anything is updated.
-            Op::Update { tensor, at } => Effects {
-                needs: vec![Fact::GradientNorm, Fact::Loss],
-                establishes: Some(Fact::Updated { tensor, at }),
-                replaces: vec![tensor],
-                ..Effects::default()
-            },
+            Op::Update { tensor, at } => self.update(tensor, at),
         }
     }
 
@@ -489,11 +494,26 @@ impl Of<'_> {
         self.layout.owned(layer).iter().map(|tensor| Sum::Gradient { tensor: *tensor }).collect()
     }
 
+    /// The fact that a layer's gradients are added up, for those who take part in it.
+    fn reduced(&self, layer: usize) -> Option<Fact> {
+        let group = self.layout.reduce(layer).filter(|group| group.has(self.device));
+        group.map(|_| Fact::Reduced { layer })
+    }
+
+    fn update(&self, tensor: usize, at: Tier) -> Effects {
+        // A loss that is no number stops the step before anything is updated.
+        let mut needs = vec![Fact::GradientNorm, Fact::Loss];
+        if self.layout.handed(tensor, self.device).iter().any(|held| held.holder.tier() == at) {
+            needs.push(Fact::HandedOver { layer: self.layout.users(tensor)[0] });
+        }
+        let establishes = Some(Fact::Updated { tensor, at });
+        Effects { needs, establishes, replaces: vec![tensor], ..Effects::default() }
+    }
+
     fn gradient_norm(&self) -> Effects {
         let layers = 0..self.layout.chain.layers.len();
-        let reduced = |layer: &usize| self.layout.reduce(*layer).is_some_and(|group| group.has(self.device));
         Effects {
-            needs: layers.clone().filter(reduced).map(|layer| Fact::Reduced { layer }).collect(),
+            needs: layers.clone().filter_map(|layer| self.reduced(layer)).collect(),
             needs_complete: layers.flat_map(|layer| self.gradients(layer)).collect(),
             establishes: Some(Fact::GradientNorm),
             ..Effects::default()

@@ -2,12 +2,12 @@
 //! parameters, who adds up whose gradients. The compiler, the verifier, the memory forecast and the simulator all
 //! ask here, so that none of them can disagree about it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use shoal_model::Chain;
 
 use crate::program::{Lane, Pass};
-use crate::table::{Activations, Held, Holder, Order, Plan, Residence, Samples, Tier};
+use crate::table::{Activations, Held, Holder, Order, Plan, Residence, Samples, Slice, Tier};
 
 /// A micro-batch of a layer and who computes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +75,8 @@ struct LayerLayout {
     renew: Option<Group>,
     /// Who adds up the gradients of the tensors that it owns.
     reduce: Option<Group>,
+    /// Who hands their sums on to optimizer's slices that lie elsewhere, or gets some.
+    hand_over: Option<Group>,
 }
 
 /// A tensor's row, to be asked by device.
@@ -84,6 +86,10 @@ struct TensorLayout {
     copies: Vec<(usize, Residence)>,
     /// By the device that serves them.
     optimizer: Vec<Held>,
+    /// Likewise, where it is not the same.
+    gradient: Option<Vec<Held>>,
+    /// Those of the optimizer's slices to which the sum of their gradient is handed over.
+    handed: Vec<Held>,
     /// Devices whose own memory has all of the optimizer's slices, in order.
     whole: Vec<usize>,
     /// Devices whose own memory has all of the gradient's.
@@ -101,13 +107,18 @@ impl TensorLayout {
         let mut copies: Vec<_> =
             row.compute_copies.iter().map(|copy| (copy.device, copy.residence)).collect();
         copies.sort_unstable_by_key(|(device, _)| *device);
-        let mut optimizer = row.optimizer.clone();
-        optimizer.sort_by_key(|held| (held.holder.device(), held.slice));
+        let optimizer = by_device(&row.optimizer);
+        let gradient = (row.gradient != row.optimizer).then(|| by_device(&row.gradient));
+        let whole = whole_at(&row.optimizer, row.elements);
+        let whole_gradient = whole_at(&row.gradient, row.elements);
+        let handed = gradient.as_ref().map(|sums| handed(&optimizer, sums, &whole, &whole_gradient));
         TensorLayout {
             copies,
             optimizer,
-            whole: whole(&row.optimizer, row.elements),
-            whole_gradient: whole(&row.gradient, row.elements),
+            gradient,
+            handed: handed.unwrap_or_default(),
+            whole,
+            whole_gradient,
             users: chain.users(tensor).collect(),
             gradient_elements: chain.gradient_elements(tensor, plan.precision),
             copy_elements: chain.copy_elements(tensor, plan.precision),
@@ -158,9 +169,10 @@ impl<'a> Layout<'a> {
         let tensors = (0..plan.tensors.len()).map(|tensor| TensorLayout::new(plan, chain, tensor)).collect();
         let mut layout = Layout { plan, chain, layers, tensors, members: Vec::new() };
         for layer in 0..layout.layers.len() {
-            let (fetch, renew, reduce) = (layout.fetch(layer), layout.renew(layer), layout.reduction(layer));
+            let (fetch, renew) = (layout.fetch(layer), layout.renew(layer));
+            let (reduce, hand_over) = (layout.reduction(layer), layout.handing_over(layer));
             let at = &mut layout.layers[layer];
-            (at.fetch, at.renew, at.reduce) = (fetch, renew, reduce);
+            (at.fetch, at.renew, at.reduce, at.hand_over) = (fetch, renew, reduce, hand_over);
         }
         layout.members = layout.find_members();
         layout
@@ -252,6 +264,10 @@ impl<'a> Layout<'a> {
         self.layers[layer].reduce.as_ref()
     }
 
+    pub fn hand_over(&self, layer: usize) -> Option<&Group> {
+        self.layers[layer].hand_over.as_ref()
+    }
+
     /// The devices that have samples of a group whose batch norm takes them together, where they are several.
     pub fn exchange(&self, layer: usize, group: usize) -> Option<Group> {
         let norm = self.chain.batch_norm(layer)?;
@@ -273,10 +289,23 @@ impl<'a> Layout<'a> {
 
     /// The parts of a tensor's optimizer state that a device serves.
     pub fn held(&self, tensor: usize, device: usize) -> &[Held] {
-        let held = &self.tensors[tensor].optimizer;
-        let first = held.partition_point(|held| held.holder.device() < device);
-        let end = held.partition_point(|held| held.holder.device() <= device);
-        &held[first..end]
+        of_device(&self.tensors[tensor].optimizer, device)
+    }
+
+    /// The parts of a tensor's gradient sum that a device serves.
+    pub fn summed(&self, tensor: usize, device: usize) -> &[Held] {
+        let TensorLayout { gradient, optimizer, .. } = &self.tensors[tensor];
+        of_device(gradient.as_ref().unwrap_or(optimizer), device)
+    }
+
+    /// Those parts of its optimizer state there whose gradient was added up in another place.
+    pub fn handed(&self, tensor: usize, device: usize) -> &[Held] {
+        of_device(&self.tensors[tensor].handed, device)
+    }
+
+    /// The same of all devices.
+    pub(crate) fn all_handed(&self, tensor: usize) -> &[Held] {
+        &self.tensors[tensor].handed
     }
 
     /// Layers that use a tensor, in chain order.
@@ -297,6 +326,11 @@ impl<'a> Layout<'a> {
     /// Whether all of a tensor's state lies in the device's own memory.
     pub fn holds_whole(&self, tensor: usize, device: usize) -> bool {
         self.tensors[tensor].is_whole(device)
+    }
+
+    /// Whether all of a tensor's gradient sum does: layers there add to it in its place.
+    pub fn sums_whole(&self, tensor: usize, device: usize) -> bool {
+        self.tensors[tensor].whole_gradient.binary_search(&device).is_ok()
     }
 
     /// Devices that compute a layer.
@@ -345,6 +379,20 @@ impl<'a> Layout<'a> {
         (!receivers.is_empty()).then(|| Group::new(devices, receivers, tier))
     }
 
+    fn handing_over(&self, layer: usize) -> Option<Group> {
+        let (mut givers, mut receivers, mut tier) = (Vec::new(), Vec::new(), Tier::Device);
+        for tensor in &self.layers[layer].owned {
+            let handed = self.all_handed(*tensor);
+            receivers.extend(handed.iter().map(|held| held.holder.device()));
+            givers.extend(self.handed_parts_of(*tensor).iter().map(|part| part.device));
+            if !handed.is_empty() {
+                let places = handed.iter().chain(&self.plan.tensors[*tensor].gradient);
+                tier = places.map(|held| held.holder.tier()).fold(tier, Tier::max);
+            }
+        }
+        (!receivers.is_empty()).then(|| Group::new(givers, receivers, tier))
+    }
+
     /// Devices whose layers add to a tensor's gradient, in order.
     fn adding(&self, tensor: usize) -> Vec<usize> {
         let mut from: Vec<usize> = self.chain.users(tensor).flat_map(|user| self.computing(user)).collect();
@@ -369,7 +417,8 @@ impl<'a> Layout<'a> {
             self.computing(layer).for_each(|device| works[device] = true);
         }
         for row in &self.plan.tensors {
-            row.optimizer.iter().for_each(|held| works[held.holder.device()] = true);
+            let held = row.optimizer.iter().chain(&row.gradient);
+            held.for_each(|held| works[held.holder.device()] = true);
         }
         (0..works.len()).filter(|device| works[*device]).collect()
     }
@@ -394,8 +443,38 @@ fn tensors(chain: &Chain, layer: usize) -> Vec<usize> {
     tensors
 }
 
+fn by_device(held: &[Held]) -> Vec<Held> {
+    let mut held = held.to_vec();
+    held.sort_by_key(|held| (held.holder.device(), held.slice));
+    held
+}
+
+/// Of slices by device, those of one.
+fn of_device(held: &[Held], device: usize) -> &[Held] {
+    let first = held.partition_point(|held| held.holder.device() < device);
+    let end = held.partition_point(|held| held.holder.device() <= device);
+    &held[first..end]
+}
+
+/// The optimizer's slices whose gradient is not added up just where they are. What a device has whole in its own memory
+/// is one tensor there, however the table cuts it, and so is a whole gradient, which its layers add to.
+fn handed(optimizer: &[Held], sums: &[Held], whole: &[usize], whole_gradient: &[usize]) -> Vec<Held> {
+    let places: HashSet<(Holder, Slice)> = sums.iter().map(|held| (held.holder, held.slice)).collect();
+    let in_place = |held: &Held| {
+        let whole_there = |devices: &[usize]| match held.holder {
+            Holder::Device(device) => devices.binary_search(&device).is_ok(),
+            Holder::Host(_) | Holder::Disk(_) => false,
+        };
+        match (whole_there(whole), whole_there(whole_gradient)) {
+            (false, false) => places.contains(&(held.holder, held.slice)),
+            (parameters, gradient) => parameters && gradient,
+        }
+    };
+    optimizer.iter().filter(|held| !in_place(held)).cloned().collect()
+}
+
 /// Devices whose own memory has all of a tensor, in order.
-fn whole(held: &[Held], elements: usize) -> Vec<usize> {
+fn whole_at(held: &[Held], elements: usize) -> Vec<usize> {
     let mut here: BTreeMap<usize, usize> = BTreeMap::new();
     for held in held {
         if let Holder::Device(device) = held.holder {

@@ -6,7 +6,7 @@
 //! - [`program`]: instructions, lanes, JSON.
 //! - [`events`]: what is foreseen on a virtual clock.
 //! - [`layout`]: what moves, derived from the table.
-//! - [`parts`]: which elements pass where parameters are gathered and gradients added up.
+//! - [`parts`]: which elements pass where parameters are gathered, and gradients added up and handed over.
 //! - [`schedule`]: the order of a whole step over all devices.
 //! - [`compile`]: from table to programs.
 //! - [`effects`]: what each instruction reads, makes, uses up and adds to.
@@ -40,7 +40,7 @@ pub use layout::{Group, Layout, Share};
 pub use meetings::{Meeting, Meetings};
 pub use memory::{MemoryForecast, forecast};
 pub use one_device::{DeviceOffer, PlanError, Planned, Preferences, StepShape, plan_one_device};
-pub use parts::{GatheredPart, ReducedPart};
+pub use parts::{GatheredPart, ReducedPart, common};
 pub use program::{Instruction, Keep, Lane, Moved, Op, Pass, Program, Purpose};
 pub use schedule::{ByArithmetic, Pace, is_remade};
 pub use standing::{Closing, Disagreement, Standing, Target, agree, meet};

@@ -87,6 +87,9 @@ impl Meetings {
             Op::Reduce { layer } => {
                 layout.reduce(layer).map(|group| group.devices.clone()).unwrap_or_default()
             }
+            Op::HandOver { layer } => {
+                layout.hand_over(layer).map(|group| group.devices.clone()).unwrap_or_default()
+            }
             Op::Exchange { layer, group, .. } => {
                 layout.exchange(layer, group).map(|group| group.devices).unwrap_or_default()
             }

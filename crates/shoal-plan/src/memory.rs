@@ -12,7 +12,7 @@ use shoal_model::{Chain, LayerKind, Precision};
 
 use crate::layout::Layout;
 use crate::program::{Instruction, Keep, Lane, Moved, Op, Pass, Program, Purpose};
-use crate::table::{Plan, Residence, Samples, Tier};
+use crate::table::{Held, Holder, Plan, Residence, Samples, Tier};
 
 /// Scalars the engine keeps on the device: the loss, a loss to discard, the norm, rightly predicted classes, the
 /// step's number.
@@ -87,22 +87,18 @@ impl MemoryForecast {
         let states = if training { layout.plan.optimizer_states as u64 } else { 0 };
         for held in layout.held(tensor, device) {
             let bytes = allocation_bytes(held.slice.count());
-            let all = bytes * (1 + states + u64::from(training));
             match held.holder.tier() {
                 Tier::Device => {
                     self.parameters += bytes;
                     self.optimizer += states * bytes;
-                    if training && !layout.holds_whole(tensor, device) {
-                        self.gradients += bytes;
-                    }
                 }
                 // The numbers that layers compute with are made from it when they are asked for.
-                Tier::Host => self.host += all,
-                Tier::Disk => self.disk += all,
+                Tier::Host => self.host += bytes * (1 + states),
+                Tier::Disk => self.disk += bytes * (1 + states),
             }
         }
-        if layout.holds_whole(tensor, device) && training {
-            self.gradients += allocation_bytes(layout.gradient_elements(tensor));
+        if training {
+            self.add_gradients(layout, device, tensor);
         }
         let stays = match layout.residence(tensor, device) {
             Some(Residence::Resident) => true,
@@ -111,6 +107,26 @@ impl MemoryForecast {
         };
         if stays {
             self.copies += copy_bytes(layout, device, tensor);
+        }
+    }
+}
+
+impl MemoryForecast {
+    /// Room for a tensor's sums, and where the optimizer needs them elsewhere for those that it is handed.
+    fn add_gradients(&mut self, layout: &Layout, device: usize, tensor: usize) {
+        let whole = layout.sums_whole(tensor, device);
+        if whole {
+            self.gradients += allocation_bytes(layout.gradient_elements(tensor));
+        }
+        let in_slices = |held: &&Held| !whole || held.holder != Holder::Device(device);
+        let sums = layout.summed(tensor, device).iter().filter(in_slices);
+        for held in sums.chain(layout.handed(tensor, device)) {
+            let bytes = allocation_bytes(held.slice.count());
+            match held.holder.tier() {
+                Tier::Device => self.gradients += bytes,
+                Tier::Host => self.host += bytes,
+                Tier::Disk => self.disk += bytes,
+            }
         }
     }
 }
@@ -390,7 +406,7 @@ impl<'a> Meter<'a> {
         let layout = self.layout;
         let mut bytes = 0;
         for tensor in layout.tensors(layer) {
-            if !layout.holds_whole(*tensor, self.device) && self.partial.insert(*tensor) {
+            if !layout.sums_whole(*tensor, self.device) && self.partial.insert(*tensor) {
                 bytes += allocation_bytes(layout.gradient_elements(*tensor));
             }
         }
@@ -595,9 +611,13 @@ impl<'a> Meter<'a> {
                 Phase { peak: gain, gain, loss: 0 }
             }
             Op::Reduce { layer } => Phase { peak: 0, gain: 0, loss: self.reduced(layer) },
-            Op::CountTargets | Op::Exchange { .. } | Op::SumLoss | Op::GradientNorm | Op::Update { .. } => {
-                Phase::default()
-            }
+            // What is handed over has its room all the time.
+            Op::CountTargets
+            | Op::Exchange { .. }
+            | Op::HandOver { .. }
+            | Op::SumLoss
+            | Op::GradientNorm
+            | Op::Update { .. } => Phase::default(),
         }
     }
 

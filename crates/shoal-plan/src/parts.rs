@@ -1,12 +1,12 @@
-//! Which elements of which tensors pass between devices where a layer's parameters are gathered or its gradients added
-//! up: each element once, in runs that stand in the order of the devices they come from or go to. So every device's
+//! Which elements of which tensors pass between devices where a layer's parameters are gathered, or its gradients added
+//! up and handed over: each element once, in runs that stand in the order of the devices they come from or go to. So every device's
 //! share of a movement is one piece of one buffer, however the table has cut the tensors.
 
 use crate::layout::Layout;
 use crate::program::Pass;
 use crate::table::{Held, Residence, Slice, Tier};
 
-/// Some of a tensor's elements that a device gives to a gathering.
+/// Some of a tensor's elements that a device gives to others: parameters, or sums of gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GatheredPart {
     pub device: usize,
@@ -62,8 +62,7 @@ impl Layout<'_> {
                 continue;
             }
             for holders in by_slice(&self.plan.tensors[*tensor].optimizer) {
-                let nearest = holders.iter().map(|held| (held.holder.tier(), held.holder.device())).min();
-                let (tier, device) = nearest.expect("every slice has a holder");
+                let (tier, device) = nearest(&holders);
                 parts.push(GatheredPart { device, tensor: *tensor, slice: holders[0].slice, tier });
             }
         }
@@ -94,6 +93,43 @@ impl Layout<'_> {
         parts
     }
 
+    /// What devices give to others where a layer's gradients are handed over: what those have not themselves.
+    pub fn handed_parts(&self, layer: usize) -> Vec<GatheredPart> {
+        let tensors = self.owned(layer).iter();
+        let mut parts: Vec<_> = tensors.flat_map(|tensor| self.handed_parts_of(*tensor)).collect();
+        parts.sort_by_key(|part| (part.device, part.tensor, part.slice));
+        parts
+    }
+
+    /// Of one tensor: slices may be cut differently on both sides, so a part is what lies in one of each.
+    pub(crate) fn handed_parts_of(&self, tensor: usize) -> Vec<GatheredPart> {
+        let handed = self.all_handed(tensor);
+        let mut parts = Vec::new();
+        if handed.is_empty() {
+            return parts;
+        }
+        for holders in by_slice(&self.plan.tensors[tensor].gradient) {
+            let lacks = |held: &&Held| {
+                let device = held.holder.device();
+                holders.iter().all(|holder| holder.holder.device() != device)
+            };
+            let sum = holders[0].slice;
+            let wanted: Vec<Slice> =
+                handed.iter().filter(lacks).filter_map(|held| common(held.slice, sum)).collect();
+            let mut cuts: Vec<usize> = wanted.iter().flat_map(|slice| [slice.start, slice.end]).collect();
+            cuts.sort_unstable();
+            cuts.dedup();
+            let (tier, device) = nearest(&holders);
+            for cut in cuts.windows(2) {
+                let slice = Slice { start: cut[0], end: cut[1] };
+                if wanted.iter().any(|wanted| common(*wanted, slice).is_some()) {
+                    parts.push(GatheredPart { device, tensor, slice, tier });
+                }
+            }
+        }
+        parts
+    }
+
     /// The slices of a tensor's gradient whose squares a device adds to the norm: each is counted by its first holder.
     pub fn normed_slices(&self, tensor: usize, device: usize) -> Vec<Held> {
         let first = by_slice(&self.plan.tensors[tensor].gradient).into_iter().map(|held| {
@@ -102,6 +138,18 @@ impl Layout<'_> {
         });
         first.filter(|held| held.holder.device() == device).collect()
     }
+}
+
+/// The nearest of a slice's holders: its memory and its device.
+fn nearest(holders: &[&Held]) -> (Tier, usize) {
+    let places = holders.iter().map(|held| (held.holder.tier(), held.holder.device()));
+    places.min().expect("every slice has a holder")
+}
+
+/// What lies in both of two slices.
+pub fn common(a: Slice, b: Slice) -> Option<Slice> {
+    let slice = Slice { start: a.start.max(b.start), end: a.end.min(b.end) };
+    (slice.start < slice.end).then_some(slice)
 }
 
 /// The holders of each slice, slice after slice.

@@ -153,6 +153,10 @@ pub enum Op {
     Reduce {
         layer: usize,
     },
+    /// Bring the sums of those gradients from where they were added up to the optimizer's slices that lie elsewhere.
+    HandOver {
+        layer: usize,
+    },
     /// The last layer's logits, of what [`Purpose::Predict`] says.
     Predict {
         layer: usize,
@@ -181,7 +185,8 @@ impl Op {
             | Op::Exchange { .. }
             | Op::Offload { .. }
             | Op::Restore { .. }
-            | Op::Reduce { .. } => true,
+            | Op::Reduce { .. }
+            | Op::HandOver { .. } => true,
             Op::Update { at, .. } => !at.is_device(),
             _ => false,
         }
@@ -203,6 +208,7 @@ impl Op {
             | Op::BeginBackward { layer, .. }
             | Op::Backward { layer, .. }
             | Op::Reduce { layer }
+            | Op::HandOver { layer }
             | Op::Predict { layer, .. } => Some(layer),
             Op::Load { .. } | Op::CountTargets | Op::SumLoss | Op::GradientNorm | Op::Update { .. } => None,
         }
@@ -229,6 +235,7 @@ impl fmt::Display for Op {
             Op::Offload { layer, samples } => write!(f, "offload layer {layer}'s input, {samples}"),
             Op::Restore { layer, samples } => write!(f, "restore layer {layer}'s input, {samples}"),
             Op::Reduce { layer } => write!(f, "reduce layer {layer}'s gradients"),
+            Op::HandOver { layer } => write!(f, "hand over layer {layer}'s gradients"),
             Op::Begin { layer, samples } => write!(f, "beginning of layer {layer}'s forward, {samples}"),
             Op::Forward { layer, samples, .. } => write!(f, "forward of layer {layer}, {samples}"),
             Op::Recompute { layer, samples } => write!(f, "recompute of layer {layer}, {samples}"),

@@ -194,6 +194,9 @@ impl Lists<'_> {
         if self.purpose == Purpose::Predict {
             return;
         }
+        if self.purpose == Purpose::Train {
+            self.hand_over();
+        }
         for device in layout.members() {
             self.push(*device, Op::SumLoss);
         }
@@ -217,6 +220,39 @@ impl Lists<'_> {
         for layer in 0..self.layers() {
             self.gather(layer, Pass::Update);
         }
+    }
+
+    /// Sums of gradients to where they are needed. It may begin as soon as they are complete; it is listed here since
+    /// whatever stood behind it would have to wait for that too.
+    fn hand_over(&mut self) {
+        let layout = self.layout;
+        let groups: Vec<_> = (0..self.layers()).map(|layer| layout.hand_over(layer)).collect();
+        if groups.iter().all(Option::is_none) {
+            return;
+        }
+        let complete: Vec<Vec<usize>> = self.lists.iter().map(|list| self.complete_from(list)).collect();
+        for (layer, group) in groups.into_iter().enumerate() {
+            for device in group.iter().flat_map(|group| &group.devices) {
+                let place = self.push(*device, Op::HandOver { layer });
+                self.lists[*device][place].from = complete[*device][layer].min(place);
+            }
+        }
+    }
+
+    /// From which place on a device's gradients of what each layer owns are complete; where it has none, from nowhere.
+    fn complete_from(&self, list: &[Listed]) -> Vec<usize> {
+        let layout = self.layout;
+        let mut from = vec![usize::MAX; self.layers()];
+        for (place, listed) in list.iter().enumerate() {
+            match listed.op {
+                Op::Reduce { layer } => from[layer] = place + 1,
+                Op::Backward { layer, .. } => {
+                    layout.tensors(layer).iter().for_each(|t| from[layout.users(*t)[0]] = place + 1);
+                }
+                _ => {}
+            }
+        }
+        from
     }
 
     fn gather(&mut self, layer: usize, pass: Pass) {

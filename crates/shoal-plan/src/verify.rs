@@ -160,7 +160,10 @@ fn is_in_range(op: &Op, layout: &Layout) -> bool {
         Op::Send { layer, reader, samples, .. } | Op::Receive { layer, reader, samples, .. } => {
             layer < reader && reader < layers && some(samples)
         }
-        Op::Gather { layer, .. } | Op::Release { layer, .. } | Op::Reduce { layer } => layer < layers,
+        Op::Gather { layer, .. }
+        | Op::Release { layer, .. }
+        | Op::Reduce { layer }
+        | Op::HandOver { layer } => layer < layers,
         Op::Exchange { layer, group, .. } => {
             let norm = if layer < layers { layout.chain.batch_norm(layer) } else { None };
             norm.is_some_and(|norm| group < norm.group_count(batch))
@@ -188,6 +191,7 @@ fn is_planned(op: &Op, layout: &Layout, device: usize) -> bool {
         Op::Gather { layer, pass } => layout.gather(layer, pass).is_some_and(|group| group.has(device)),
         Op::Release { layer, pass } => layout.gather(layer, pass).is_some_and(|group| group.receives(device)),
         Op::Reduce { layer } => layout.reduce(layer).is_some_and(|group| group.has(device)),
+        Op::HandOver { layer } => layout.hand_over(layer).is_some_and(|group| group.has(device)),
         Op::Exchange { layer, group, .. } => {
             layout.exchange(layer, group).is_some_and(|group| group.has(device))
         }

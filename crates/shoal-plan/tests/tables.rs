@@ -2,12 +2,13 @@
 //! every layer once and every gradient reaches every holder of its slice once. The tables are random ones from the whole
 //! space, and the coverage of its features is counted.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use shoal_model::Chain;
 use shoal_plan::draw::{self, Draw};
 use shoal_plan::{
-    Instruction, Lane, Layout, Op, Plan, Program, ProgramError, Purpose, Tier, compile, verify, verify_all,
+    Held, Instruction, Lane, Layout, Op, Plan, Program, ProgramError, Purpose, Samples, Tier, common,
+    compile, verify, verify_all,
 };
 
 const CASES: u64 = 4000;
@@ -37,7 +38,7 @@ fn passes(programs: &[Program], layers: usize, batch: usize, backward: bool) -> 
 }
 
 /// Follows every tensor's gradient by hand: each device's share is complete when it is reduced, every holder takes part
-/// in the reduction, and each of its slices is updated once, after it.
+/// in the reduction, and each of its slices is updated once, after it and after what was added up elsewhere has come.
 fn gradients_reach_their_holders(programs: &[Program], plan: &Plan, chain: &Chain) {
     for (tensor, row) in plan.tensors.iter().enumerate() {
         let owner = chain.users(tensor).next().unwrap();
@@ -69,11 +70,25 @@ fn gradients_reach_their_holders(programs: &[Program], plan: &Plan, chain: &Chai
                 assert_eq!(reduced.len(), 1, "{}: device {device}", row.tensor);
                 assert!(added.iter().all(|at| *at < reduced[0]), "{}: device {device}", row.tensor);
             }
+            let handed = place(&|op| *op == Op::HandOver { layer: owner });
+            assert!(
+                handed.len() <= 1
+                    && handed.iter().all(|at| reduced.iter().chain(&added).all(|earlier| earlier < at))
+            );
             for (at, instruction) in program.instructions.iter().enumerate() {
                 if let Op::Update { tensor: of, at: tier } = instruction.op
                     && of == tensor
                 {
                     assert!(reduced.iter().chain(&added).all(|earlier| *earlier < at));
+                    let here = |held: &&Held| held.holder.device() == device && held.holder.tier() == tier;
+                    let sums: Vec<_> = row.gradient.iter().filter(here).map(|held| held.slice).collect();
+                    let has = |slice: Samples| {
+                        let within = sums.iter().filter_map(|sum| common(*sum, slice));
+                        within.map(|common| common.count()).sum::<usize>() == slice.count()
+                    };
+                    if row.optimizer.iter().filter(here).any(|held| !has(held.slice)) {
+                        assert!(handed.len() == 1 && handed[0] < at, "{}: device {device}", row.tensor);
+                    }
                     *updated.entry((device, tier)).or_default() += 1;
                 }
             }
@@ -84,6 +99,38 @@ fn gradients_reach_their_holders(programs: &[Program], plan: &Plan, chain: &Chai
         }
         assert_eq!(updated, expected, "{}", row.tensor);
     }
+}
+
+/// What passes between devices where gradients are handed over: every element that one of them needs and has not, once,
+/// from one that has it.
+#[test]
+fn handed_over_is_what_is_lacking() {
+    let mut handed = 0;
+    for seed in 0..CASES / 4 {
+        let (chain, plan) = case(seed);
+        let layout = Layout::new(&plan, &chain);
+        for (tensor, row) in plan.tensors.iter().enumerate() {
+            let parts = layout.handed_parts(chain.users(tensor).next().unwrap());
+            let parts: Vec<_> = parts.iter().filter(|part| part.tensor == tensor).collect();
+            let covering = |held: &[Held], element: usize| -> BTreeSet<usize> {
+                let covers = |held: &&Held| held.slice.range().contains(&element);
+                held.iter().filter(covers).map(|held| held.holder.device()).collect()
+            };
+            for element in 0..row.elements {
+                let (sums, needs) = (covering(&row.gradient, element), covering(&row.optimizer, element));
+                let given: Vec<usize> = parts
+                    .iter()
+                    .filter(|part| part.slice.range().contains(&element))
+                    .map(|part| part.device)
+                    .collect();
+                let lacking = !needs.is_subset(&sums);
+                assert_eq!(given.len(), usize::from(lacking), "seed {seed}: {} {element}", row.tensor);
+                assert!(given.iter().all(|device| sums.contains(device)), "seed {seed}: {}", row.tensor);
+            }
+            handed += usize::from(!parts.is_empty());
+        }
+    }
+    assert!(handed > 500, "{handed}");
 }
 
 #[test]
@@ -120,7 +167,7 @@ fn any_table_compiles_and_comes_to_an_end() {
     for (name, count) in &coverage {
         println!("{:>5.1} %  {name}", *count as f64 / CASES as f64 * 100.0);
     }
-    assert!(coverage.len() == 22, "{} features", coverage.len());
+    assert!(coverage.len() == 24, "{} features", coverage.len());
     assert!(coverage.values().all(|count| 20 * count >= CASES), "{coverage:?}");
 }
 

@@ -45,6 +45,7 @@ pub struct FleetWorld<'a> {
     resources: Vec<Resource>,
     gathers: Vec<BTreeMap<Pass, Work>>,
     reductions: Vec<Work>,
+    hand_overs: Vec<Work>,
     small: Work,
 }
 
@@ -82,6 +83,7 @@ impl<'a> FleetWorld<'a> {
             resources: resources(fleet),
             gathers: Vec::new(),
             reductions: Vec::new(),
+            hand_overs: Vec::new(),
             small: Work::default(),
         };
         world.small = Work::seconds(world.small_sum(layout.members()));
@@ -90,6 +92,7 @@ impl<'a> FleetWorld<'a> {
             let gather = |pass| Some((pass, world.gather(layer, pass)?));
             world.gathers.push(passes.into_iter().filter_map(gather).collect());
             world.reductions.push(world.reduction(layer));
+            world.hand_overs.push(world.hand_over(layer));
         }
         world
     }
@@ -176,10 +179,16 @@ impl<'a> FleetWorld<'a> {
     fn through_tiers(&self, devices: &[usize], bytes: f64, tier: Tier, to_device: bool) -> Work {
         let mut work = self.ring(devices, bytes, 1.0);
         work.bytes = bytes;
+        self.pass_tiers(&mut work, devices, tier, to_device);
+        work
+    }
+
+    /// The way to memories farther away, beside what a movement passes already.
+    fn pass_tiers(&self, work: &mut Work, devices: &[usize], tier: Tier, to_device: bool) {
         if tier != Tier::Device {
             for device in devices {
                 let way = if to_device { Way::FromHost } else { Way::ToHost };
-                work.resources.extend(self.host_way(*device, bytes, way).resources);
+                work.resources.extend(self.host_way(*device, work.bytes, way).resources);
             }
         }
         if tier == Tier::Disk {
@@ -188,7 +197,6 @@ impl<'a> FleetWorld<'a> {
         }
         work.resources.sort_unstable();
         work.resources.dedup();
-        work
     }
 
     /// Gradients of what a layer owns, to their holders.
@@ -207,6 +215,25 @@ impl<'a> FleetWorld<'a> {
         let bytes = rounds * total * (count - 1.0) / count;
         let mut work = self.through_tiers(&group.devices, bytes, group.tier, false);
         work.seconds = self.ring(&group.devices, bytes, rounds).seconds;
+        work
+    }
+
+    /// Their sums from there to the optimizer's slices. What stays on a device's own memory takes no time beside the rest.
+    fn hand_over(&self, layer: usize) -> Work {
+        let Some(group) = self.layout.hand_over(layer) else { return Work::default() };
+        let parts = self.layout.handed_parts(layer);
+        let passed: f64 = parts.iter().map(|part| 4.0 * part.slice.count() as f64).sum();
+        let mut work =
+            if parts.is_empty() { Work::default() } else { self.ring(&group.devices, passed, 1.0) };
+        if group.tier != Tier::Device {
+            let handed = |device: &usize| -> f64 {
+                let held =
+                    self.layout.owned(layer).iter().flat_map(|tensor| self.layout.handed(*tensor, *device));
+                held.map(|held| 4.0 * held.slice.count() as f64).sum()
+            };
+            work.bytes = group.receivers.iter().map(handed).fold(work.bytes, f64::max);
+            self.pass_tiers(&mut work, &group.devices, group.tier, false);
+        }
         work
     }
 
@@ -287,6 +314,7 @@ impl World for FleetWorld<'_> {
             }
             Op::Gather { layer, pass } => self.gathers[layer].get(&pass).cloned().unwrap_or_default(),
             Op::Reduce { layer } => self.reductions[layer].clone(),
+            Op::HandOver { layer } => self.hand_overs[layer].clone(),
             Op::Update { tensor, at } => self.update(tensor, device, at),
             Op::CountTargets
             | Op::Release { .. }

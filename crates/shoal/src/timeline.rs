@@ -49,7 +49,7 @@ impl Kind {
             Op::Send { .. } | Op::Receive { .. } | Op::Offload { .. } | Op::Restore { .. } => {
                 Kind::Activations
             }
-            Op::Gather { .. } | Op::Reduce { .. } | Op::Exchange { .. } => Kind::State,
+            Op::Gather { .. } | Op::Reduce { .. } | Op::HandOver { .. } | Op::Exchange { .. } => Kind::State,
             Op::Load { .. } | Op::CountTargets | Op::Release { .. } | Op::SumLoss | Op::GradientNorm => {
                 return None;
             }

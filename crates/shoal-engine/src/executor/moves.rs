@@ -16,9 +16,7 @@ use shoal_plan::{GatheredPart, Instruction, Layout, Moved, Op, Pass, Samples};
 use super::Executor;
 use super::step::{Step, Stored};
 use super::tiers::Terms;
-use super::transfers::{
-    Circle, Room, Source, Taken, Way, carry, copied, exchange, fetch, gather, receive, reduce, send,
-};
+use super::transfers::{Circle, Source, Way, copied, exchange, fetch, gather, receive, send};
 use crate::error::{EngineError, Result};
 use crate::state::{Gathered, Kept, compute_room};
 
@@ -43,6 +41,7 @@ impl Executor {
             }
             Op::Gather { layer, pass } => [3, layer, pass as usize, 0, 0],
             Op::Reduce { layer } => [4, layer, 0, 0, 0],
+            Op::HandOver { layer } => [10, layer, 0, 0, 0],
             Op::Exchange { layer, group, backward } => [5, layer, group, usize::from(backward), 0],
             Op::CountTargets => [6, 0, 0, 0, 0],
             Op::SumLoss => [7, 0, 0, 0, 0],
@@ -58,7 +57,7 @@ impl Executor {
         self.fabric.clone().ok_or_else(alone)
     }
 
-    fn circle(&self, instruction: &Instruction, members: Vec<usize>) -> Result<Circle> {
+    pub(super) fn circle(&self, instruction: &Instruction, members: Vec<usize>) -> Result<Circle> {
         let fabric = if members.len() > 1 { Some(self.fabric(instruction)?) } else { None };
         Ok(Circle { fabric, members, tag: self.tag(&instruction.op) })
     }
@@ -90,6 +89,7 @@ impl Executor {
             }
             Op::Gather { layer, pass } => self.start_gather(step, instruction, layer, pass),
             Op::Reduce { layer } => self.start_reduce(step, instruction, layer),
+            Op::HandOver { layer } => self.start_hand_over(step, instruction, layer),
             Op::Exchange { layer, group, backward } => {
                 self.start_exchange(step, instruction, layer, group, backward)
             }
@@ -136,7 +136,7 @@ impl Executor {
         }
     }
 
-    fn layout<'a>(&self, step: &Step<'a>, instruction: &Instruction) -> Result<&'a Layout<'a>> {
+    pub(super) fn layout<'a>(&self, step: &Step<'a>, instruction: &Instruction) -> Result<&'a Layout<'a>> {
         let unplaced = || EngineError::Movement { instruction: instruction.to_string() };
         step.layout.ok_or_else(unplaced)
     }
@@ -190,7 +190,7 @@ impl Executor {
         Ok(Box::new(move || {
             let way = Way { tiers: &tiers, after: &after, element };
             let gathered = match circle.others() {
-                Some(fabric) => gather(way, (fabric, &circle), me, &parts, sources, &mut targets),
+                Some(_) => gather(way, &circle, me, &parts, sources, &mut targets),
                 None => fetch(way, &parts, &sources, &mut targets),
             };
             Box::new(move |executor, _| {
@@ -224,60 +224,6 @@ impl Executor {
     /// Drops what was gathered.
     pub(super) fn release(&mut self, layer: usize, pass: Pass) {
         self.state.gathered.remove(&(layer, pass));
-    }
-
-    fn start_reduce(&mut self, step: &mut Step, instruction: &Instruction, layer: usize) -> Result<Job> {
-        let layout = self.layout(step, instruction)?;
-        let members = layout.reduce(layer).map(|group| group.devices.clone()).unwrap_or_default();
-        let circle = self.circle(instruction, members)?;
-        let parts = layout.reduced_parts(layer);
-        let mut tensors: Vec<usize> = parts.iter().map(|part| part.tensor).collect();
-        tensors.sort_unstable();
-        tensors.dedup();
-        let taken = tensors.into_iter().map(|tensor| {
-            let held = &mut self.state.tensors[tensor];
-            let mut slices = Vec::new();
-            for (place, slice) in held.slices.iter_mut().enumerate() {
-                match &mut slice.kept {
-                    Kept::Memory(tensors) => {
-                        let gradient = tensors.gradient.take();
-                        slices.extend(
-                            gradient.map(|gradient| (place, slice.tier, slice.slice, Room::Memory(gradient))),
-                        );
-                    }
-                    Kept::Disk(disk) => {
-                        slices.push((place, slice.tier, slice.slice, Room::Disk(disk.clone())))
-                    }
-                    Kept::Lent => panic!("a gradient is added up while its slice is updated"),
-                }
-            }
-            // What is not kept here ends with this.
-            let keeps_sum = held.whole().is_some();
-            Taken { tensor, sum: held.gradient.take(), keeps_sum, slices }
-        });
-        let mut taken: Vec<Taken> = taken.collect();
-        let (tiers, me, after) = (self.tiers.clone(), step.device, self.device.mark()?);
-        Ok(Box::new(move || {
-            let reduced = match circle.others().is_none() && taken.iter().all(Taken::goes_to_host) {
-                true => carry(&tiers, &after, &parts, &mut taken),
-                false => reduce(&tiers, &after, &circle, me, &parts, &mut taken),
-            };
-            for taken in taken.iter_mut().filter(|taken| !taken.keeps_sum) {
-                taken.sum = None;
-            }
-            Box::new(move |executor, _| {
-                for taken in taken {
-                    let held = &mut executor.state.tensors[taken.tensor];
-                    held.gradient = taken.sum;
-                    for (place, _, _, room) in taken.slices {
-                        if let Room::Memory(gradient) = room {
-                            held.slices[place].tensors_mut().gradient = Some(gradient);
-                        }
-                    }
-                }
-                reduced
-            })
-        }))
     }
 
     fn start_exchange(

@@ -165,13 +165,12 @@ impl Executor {
         self.ahead = (0, HashMap::new());
         for tensor in 0..self.state.tensors.len() {
             let held = &mut self.state.tensors[tensor];
-            let whole = held.whole().is_some();
             match &mut held.gradient {
                 // The next step's first addition overwrites it.
-                Some(sum) if whole => sum.started = false,
+                Some(sum) if held.keeps_sum => sum.started = false,
                 Some(_) => held.gradient = None,
                 // One that was lost with whoever had it.
-                None if whole && trained => {
+                None if held.keeps_sum && trained => {
                     let sum = gradient_room(&*self.device, &self.chain, tensor, self.state.precision)?;
                     self.state.tensors[tensor].gradient = Some(sum);
                 }

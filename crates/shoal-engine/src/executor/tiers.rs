@@ -9,7 +9,7 @@ use super::Executor;
 use super::step::{Step, StepInput};
 use crate::disk::DiskSlice;
 use crate::error::Result;
-use crate::state::{Held, HeldSlice, Kept, SliceTensors};
+use crate::state::{Held, HeldSlice, Kept, SliceTensors, SumRoom, SumSlice};
 
 /// What an update is given beside tensors and the step's closing sums.
 #[derive(Clone, Copy)]
@@ -112,29 +112,28 @@ impl Executor {
                 continue;
             }
             let counted = layout.normed_slices(tensor, step.device);
-            let sum = held.gradient.as_ref().filter(|_| held.whole().is_some());
+            let sum = held.gradient.as_ref().filter(|_| held.keeps_sum);
             let here = |held: &&shoal_plan::Held| held.holder == Holder::Device(step.device);
             let counted_here: usize = counted.iter().filter(here).map(|held| held.slice.count()).sum();
             if let Some(sum) = sum.filter(|_| counted_here == held.elements) {
                 on_device.push(&sum.sum);
             }
             for part in counted.iter().filter(|part| !here(part) || counted_here < held.elements) {
-                match (sum.filter(|_| here(&part)), held.find(part.holder.tier(), part.slice).0) {
-                    (Some(sum), _) => {
-                        others += squares(&self.device.host_floats(&sum.sum)?[part.slice.range()])
-                    }
-                    (None, HeldSlice { kept: Kept::Disk(disk), .. }) => {
+                if let Some(sum) = sum.filter(|_| here(&part)) {
+                    others += squares(&self.device.host_floats(&sum.sum)?[part.slice.range()]);
+                    continue;
+                }
+                let tier = part.holder.tier();
+                let sum =
+                    SumSlice::find(&held.sums, tier, part.slice).expect("the state is as the table says");
+                match &sum.room {
+                    SumRoom::Disk(disk) => {
                         let mut gradient = vec![0.0; disk.elements];
-                        disk.read_gradient(&mut gradient)?;
+                        disk.read_gradient(0, &mut gradient)?;
                         others += squares(&gradient);
                     }
-                    (None, slice) => {
-                        let gradient = slice.tensors().gradient.as_ref().expect("gradients are added up");
-                        match slice.tier {
-                            Tier::Device => on_device.push(gradient),
-                            _ => on_host.push(gradient),
-                        }
-                    }
+                    SumRoom::Memory(gradient) if tier.is_device() => on_device.push(gradient),
+                    SumRoom::Memory(gradient) => on_host.push(gradient),
                 }
             }
         }
@@ -157,18 +156,19 @@ impl Executor {
         }
         let held = self.state.tensors.iter_mut().zip(wanted);
         let updated = held.filter_map(|(held, kind)| Some((held, kind?))).flat_map(|(held, kind)| {
-            let Held { elements, slices, copy, gradient, .. } = held;
-            let whole =
-                slices.iter().any(|held| held.tier == Tier::Device && held.slice.count() == *elements);
-            let mut sum = gradient.as_mut().filter(|_| whole);
-            if let Some(sum) = &mut sum {
-                sum.started = false;
-            }
-            let (sum, mut copy) = (sum.map(|sum| &sum.sum), copy.as_mut().filter(|_| whole));
+            let whole = held.whole().is_some();
+            let Held { slices, copy, gradient, keeps_sum, sums, .. } = held;
+            let sum = gradient.as_ref().filter(|_| whole && *keeps_sum).map(|sum| &sum.sum);
+            let mut copy = copy.as_mut().filter(|_| whole);
+            let sums = &*sums;
             slices.iter_mut().filter(|held| held.tier == Tier::Device).map(move |held| {
                 held.advance(terms);
+                let slice = held.slice;
                 let SliceTensors { parameter, gradient, optimizer } = held.tensors_mut();
-                let gradient = sum.or(gradient.as_ref()).expect("the gradient was summed before the update");
+                let handed = gradient.as_ref();
+                let gradient =
+                    handed.or(sum).or_else(|| SumSlice::find(sums, Tier::Device, slice)?.in_memory());
+                let gradient = gradient.expect("the gradient was summed before the update");
                 kind.updated(gradient, parameter, optimizer, copy.take())
             })
         });
@@ -190,15 +190,16 @@ impl Executor {
         let (terms, kind) = (*terms, self.kind(terms, tensor));
         let decided = self.device.scalars(&[&self.loss, &self.norm_squared])?;
         let mut slices = Vec::new();
-        let held = self.state.tensors[tensor].slices.iter_mut().enumerate();
-        for (place, held) in held.filter(|(_, held)| held.tier == at) {
+        let Held { slices: all, sums, .. } = &mut self.state.tensors[tensor];
+        for (place, held) in all.iter_mut().enumerate().filter(|(_, held)| held.tier == at) {
             held.assert_at(&terms);
-            slices.push((place, std::mem::replace(&mut held.kept, Kept::Lent)));
+            let sum = SumSlice::find(sums, at, held.slice).map(SumSlice::share);
+            slices.push((place, std::mem::replace(&mut held.kept, Kept::Lent), sum));
         }
         let host = self.tiers.host.clone();
         Ok(move || {
-            let slices = slices.into_iter().map(|(place, kept)| {
-                let (kept, applied, result) = update_slice(&host, &terms, kind, &decided, kept);
+            let slices = slices.into_iter().map(|(place, kept, sum)| {
+                let (kept, applied, result) = update_slice(&host, &terms, kind, &decided, kept, sum.as_ref());
                 UpdatedSlice { place, kept, applied, result }
             });
             Updates { tensor, slices: slices.collect() }
@@ -248,30 +249,36 @@ fn squares(values: &[f32]) -> f64 {
     values.iter().map(|value| f64::from(*value).powi(2)).sum()
 }
 
-/// Updates a slice, and says whether it is at the next version. It is whole whatever fails: a slice that its disk does not
-/// take stays in host memory.
+/// Updates a slice by its gradient, the one that it was handed or else this sum, and says whether it is at the next
+/// version. It is whole whatever fails: a slice that its disk does not take stays in host memory.
 fn update_slice(
     host: &CpuDevice,
     terms: &Terms,
     kind: Kind,
     decided: &[f64],
     kept: Kept,
+    sum: Option<&SumSlice>,
 ) -> (Kept, bool, Result) {
+    let apply = |tensors: &mut SliceTensors| apply_on_host(host, terms, kind, decided, tensors, sum);
     match kept {
         Kept::Memory(mut tensors) => {
-            let result = apply_on_host(host, terms, kind, decided, &mut tensors);
+            let result = apply(&mut tensors);
             (Kept::Memory(tensors), result.is_ok(), result)
         }
         Kept::Disk(disk) => {
             let updated = read(host, &disk).and_then(|mut tensors| {
-                apply_on_host(host, terms, kind, decided, &mut tensors)?;
+                apply(&mut tensors)?;
                 Ok(tensors)
             });
             match updated {
                 Err(error) => (Kept::Disk(disk), false, Err(error)),
-                Ok(tensors) => match write_back(&disk, &tensors) {
+                Ok(mut tensors) => match write_back(&disk, &tensors) {
                     Ok(()) => (Kept::Disk(disk), true, Ok(())),
-                    Err(error) => (Kept::Memory(tensors), true, Err(error)),
+                    Err(error) => {
+                        // What is added up for it is still added up in its place.
+                        tensors.gradient = tensors.gradient.filter(|_| sum.is_none());
+                        (Kept::Memory(tensors), true, Err(error))
+                    }
                 },
             }
         }
@@ -279,13 +286,15 @@ fn update_slice(
     }
 }
 
-/// The update itself. What can fail in it fails before the first number changes: room for the sums it goes by.
+/// The update itself. What can fail in it fails before the first number changes: room for the sums it goes by, and what
+/// lies on a disk.
 fn apply_on_host(
     host: &CpuDevice,
     terms: &Terms,
     kind: Kind,
     decided: &[f64],
     tensors: &mut SliceTensors,
+    sum: Option<&SumSlice>,
 ) -> Result {
     let scalar = |value: f64| -> Result<Tensor> {
         let mut scalar = Tensor::new(host.arena(), "what an update on the host goes by", SCALAR_ELEMENTS)?;
@@ -294,7 +303,12 @@ fn apply_on_host(
     };
     let (loss, norm_squared) = (scalar(decided[0])?, scalar(decided[1])?);
     let SliceTensors { parameter, gradient, optimizer } = tensors;
-    let gradient = gradient.as_ref().expect("the gradient was summed before the update");
+    let from_disk = match sum.map(|sum| &sum.room) {
+        Some(SumRoom::Disk(disk)) if gradient.is_none() => Some(read_gradient(host, disk)?),
+        _ => None,
+    };
+    let gradient = gradient.as_ref().or(from_disk.as_ref()).or(sum.and_then(SumSlice::in_memory));
+    let gradient = gradient.expect("the gradient was summed before the update");
     let updated = kind.updated(gradient, parameter, optimizer, None);
     terms.apply(host, (&loss, &norm_squared), std::iter::once(updated))
 }
@@ -308,9 +322,9 @@ fn write_back(disk: &DiskSlice, tensors: &SliceTensors) -> Result {
 /// A slice from its disk, in host memory for as long as it is updated.
 fn read(host: &CpuDevice, disk: &DiskSlice) -> Result<SliceTensors> {
     let room = || Tensor::new(host.arena(), "a slice from a disk", disk.elements);
-    let (mut parameter, mut gradient) = (room()?, room()?);
+    let mut parameter = room()?;
     disk.read_parameter(parameter.floats_mut())?;
-    disk.read_gradient(gradient.floats_mut())?;
+    let gradient = read_gradient(host, disk)?;
     let mut optimizer = Vec::with_capacity(disk.states);
     for state in 0..disk.states {
         let mut tensor = room()?;
@@ -320,9 +334,16 @@ fn read(host: &CpuDevice, disk: &DiskSlice) -> Result<SliceTensors> {
     Ok(SliceTensors { parameter, gradient: Some(gradient), optimizer })
 }
 
+fn read_gradient(host: &CpuDevice, disk: &DiskSlice) -> Result<Tensor> {
+    let mut gradient = Tensor::new(host.arena(), "a gradient from a disk", disk.elements)?;
+    disk.read_gradient(0, gradient.floats_mut())?;
+    Ok(gradient)
+}
+
 #[cfg(test)]
 mod tests {
     use shoal_nn::{Decay, OptimizerKind};
+    use shoal_plan::Slice;
 
     use super::*;
 
@@ -362,20 +383,29 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let host = CpuDevice::new("host", 1, CpuDevice::workspace_bytes(1) + (1 << 20)).unwrap();
         let kind = Kind { running: None, weight_decay: 0.1 };
-        let update = |disk: DiskSlice| update_slice(&host, &terms(), kind, &[1.0, 4.0], Kept::Disk(disk));
         let disk = slice(folder.path());
+        let all = Slice { start: 0, end: ELEMENTS };
+        let sum = SumSlice { slice: all, tier: Tier::Disk, room: SumRoom::Disk(disk.clone()) };
+        let update = |kept: Kept| update_slice(&host, &terms(), kind, &[1.0, 4.0], kept, Some(&sum));
         let before = floats(&read(&host, &disk).unwrap());
 
-        let (kept, applied, failed) = update(disk.read_only());
+        let (kept, applied, failed) = update(Kept::Disk(disk.read_only()));
         assert!(applied && failed.is_err());
         let Kept::Memory(in_memory) = kept else { panic!("the slice is not in memory") };
         assert_eq!(floats(&read(&host, &disk).unwrap()), before);
 
-        let (kept, applied, done) = update(disk);
+        let (kept, applied, done) = update(Kept::Disk(disk));
         assert!(applied && done.is_ok());
         let Kept::Disk(disk) = kept else { panic!("the slice is not on its disk") };
         let updated = floats(&read(&host, &disk).unwrap());
         assert_ne!(updated, before);
         assert_eq!(floats(&in_memory), updated);
+
+        // From there on it goes by what is added up for it on the disk, as the one on the disk does.
+        disk.write_gradient(0, &[0.5; ELEMENTS]).unwrap();
+        let (Kept::Memory(in_memory), true, Ok(())) = update(Kept::Memory(in_memory)) else { panic!() };
+        let (Kept::Disk(disk), true, Ok(())) = update(Kept::Disk(disk)) else { panic!() };
+        assert_ne!(floats(&in_memory), updated);
+        assert_eq!(floats(&in_memory), floats(&read(&host, &disk).unwrap()));
     }
 }

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use shoal_kernels::random::fold;
 use shoal_kernels::{CpuDevice, Device, Element, Mark, Tensor};
 use shoal_net::{Fabric, Tag, collective};
-use shoal_nn::{GradientSum, GroupShare};
-use shoal_plan::{GatheredPart, ReducedPart, Slice, Tier};
+use shoal_nn::GroupShare;
+use shoal_plan::{GatheredPart, Tier};
 
 use crate::disk::DiskSlice;
 use crate::error::Result;
@@ -29,13 +29,13 @@ impl Circle {
         self.fabric.as_deref().filter(|_| self.members.len() > 1)
     }
 
-    fn part(&self, number: u64) -> Tag {
+    pub(super) fn part(&self, number: u64) -> Tag {
         Tag(self.tag.0 ^ u128::from(fold(number + 1, 1)))
     }
 }
 
 /// Where each member's run lies in a buffer made of parts in the order of their devices.
-fn runs<'a>(
+pub(super) fn runs<'a>(
     members: &[usize],
     parts: impl Iterator<Item = (usize, usize)> + Clone + 'a,
 ) -> Vec<Range<usize>> {
@@ -121,7 +121,7 @@ impl Source {
 }
 
 /// Numbers from their bytes, wherever these lie.
-fn floats(bytes: &[u8]) -> Vec<f32> {
+pub(super) fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|word| f32::from_ne_bytes([word[0], word[1], word[2], word[3]])).collect()
 }
 
@@ -151,33 +151,20 @@ pub(super) fn fetch(
 
 pub(super) fn gather(
     way: Way,
-    (fabric, circle): (&Fabric, &Circle),
+    circle: &Circle,
     me: usize,
     parts: &[GatheredPart],
     sources: Vec<Source>,
     targets: &mut [(usize, Tensor)],
 ) -> Result {
     let Way { tiers, after, element } = way;
-    let size = element.bytes();
-    let lengths = parts.iter().map(|part| (part.device, part.slice.count() * size));
-    let mut buffer = vec![0u8; lengths.clone().map(|(_, length)| length).sum()];
-    // Each part's place in the buffer.
-    let mut end = 0;
-    let places: Vec<Range<usize>> = lengths
-        .clone()
-        .map(|(_, length)| {
-            end += length;
-            end - length..end
-        })
-        .collect();
-    let own = parts.iter().zip(&places).filter(|(part, _)| part.device == me);
-    for ((_, place), source) in own.zip(&sources) {
-        tiers.host.round(&source.bytes(way)?, element, &mut buffer[place.clone()]);
-    }
-    // What others may write to from here on is no longer read.
-    drop(sources);
-    let runs = runs(&circle.members, lengths);
-    collective::all_gather_bytes(fabric, &circle.members, &runs, &mut buffer, circle.tag)?;
+    // Each is let go of when it has been read: others may write to it from then on.
+    let mut sources = sources.into_iter();
+    let (buffer, places) = collect(circle, me, parts, element.bytes(), |_, out| {
+        let source = sources.next().expect("a source for each part");
+        tiers.host.round(&source.bytes(way)?, element, out);
+        Ok(())
+    })?;
     for (tensor, copy) in targets {
         let mut elements = 0;
         for (part, place) in parts.iter().zip(&places).filter(|(part, _)| part.tensor == *tensor) {
@@ -190,162 +177,33 @@ pub(super) fn gather(
     Ok(())
 }
 
-/// Where a slice's gradient goes.
-pub(super) enum Room {
-    Memory(Tensor),
-    Disk(DiskSlice),
-}
-
-/// A tensor whose gradient is added up.
-pub(super) struct Taken {
-    pub(super) tensor: usize,
-    /// What this device's layers have added up.
-    pub(super) sum: Option<GradientSum>,
-    /// Whether the sum over all devices is kept in the same place.
-    pub(super) keeps_sum: bool,
-    /// Its slices' places in the state, their memories and elements, and where their gradients go.
-    pub(super) slices: Vec<(usize, Tier, Slice, Room)>,
-}
-
-impl Taken {
-    /// Whether all that is kept of the sum is in host memory.
-    pub(super) fn goes_to_host(&self) -> bool {
-        let on_host = |(_, tier, _, room): &(usize, Tier, Slice, Room)| {
-            *tier == Tier::Host && matches!(room, Room::Memory(_))
-        };
-        !self.keeps_sum && self.slices.iter().all(on_host)
-    }
-
-    /// Writes a part of the whole sum wherever it is kept here.
-    fn write(&mut self, tiers: &Tiers, after: &Mark, slice: Slice, values: &[f32]) -> Result {
-        if let Some(sum) = self.sum.as_mut().filter(|_| self.keeps_sum) {
-            let mut fill = copied(&tiers.host, bytemuck::cast_slice(values));
-            tiers.device.write_bytes(after, &mut sum.sum, slice.range(), &mut fill)?;
-            sum.started = true;
-        }
-        for (_, tier, held, room) in &mut self.slices {
-            let (start, end) = (held.start.max(slice.start), held.end.min(slice.end));
-            if start >= end {
-                continue;
-            }
-            let values = &values[start - slice.start..end - slice.start];
-            match room {
-                Room::Disk(disk) => disk.write_gradient(start - held.start, values)?,
-                Room::Memory(gradient) => {
-                    let mut fill = copied(&tiers.host, bytemuck::cast_slice(values));
-                    let elements = start - held.start..end - held.start;
-                    tiers.of(*tier).write_bytes(after, gradient, elements, &mut fill)?;
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Takes gradients to the host where nobody else has a part in them, piece by piece.
-pub(super) fn carry(tiers: &Tiers, after: &Mark, parts: &[ReducedPart], taken: &mut [Taken]) -> Result {
-    for part in parts {
-        let taken = taken.iter_mut().find(|taken| taken.tensor == part.tensor);
-        let Some(Taken { sum, slices, .. }) = taken else { continue };
-        let sum = sum.as_ref().filter(|sum| sum.started);
-        for (_, _, held, room) in slices.iter_mut() {
-            let (start, end) = (held.start.max(part.slice.start), held.end.min(part.slice.end));
-            let Room::Memory(gradient) = room else { continue };
-            if start >= end {
-                continue;
-            }
-            let there = start - held.start..end - held.start;
-            let mut written = Ok(());
-            tiers.host.write_bytes(&Mark::default(), gradient, there, &mut |_, out| match sum {
-                Some(sum) => {
-                    written = tiers.device.read_bytes(after, &sum.sum, start..end, &mut |at, bytes| {
-                        tiers.host.round(bytes, Element::F32, &mut out[at..at + bytes.len()]);
-                    });
-                }
-                // Whoever added nothing stands with zeros.
-                None => out.fill(0),
-            })?;
-            written?;
-        }
-    }
-    Ok(())
-}
-
-pub(super) fn reduce(
-    tiers: &Tiers,
-    after: &Mark,
+/// What devices give each other, part after part, elements of so many bytes; this device's are written by a function.
+/// Returns it with each part's place.
+pub(super) fn collect(
     circle: &Circle,
     me: usize,
-    parts: &[ReducedPart],
-    taken: &mut [Taken],
-) -> Result {
-    let lengths = parts.iter().map(|part| (part.device, part.slice.count()));
-    let mut buffer = vec![0f32; lengths.clone().map(|(_, length)| length).sum()];
-    let mut start = 0;
-    let mut places = Vec::with_capacity(parts.len());
-    for part in parts {
-        let place = start..start + part.slice.count();
-        start = place.end;
-        let own = taken.iter().find(|taken| taken.tensor == part.tensor);
-        // Whoever added nothing stands with zeros.
-        if let Some(sum) = own.and_then(|taken| taken.sum.as_ref()).filter(|sum| sum.started) {
-            let room = bytemuck::cast_slice_mut::<f32, u8>(&mut buffer[place.clone()]);
-            tiers.device.read_bytes(after, &sum.sum, part.slice.range(), &mut |at, bytes| {
-                tiers.host.round(bytes, Element::F32, &mut room[at..at + bytes.len()]);
-            })?;
-        }
-        places.push(place);
+    parts: &[GatheredPart],
+    size: usize,
+    mut write: impl FnMut(&GatheredPart, &mut [u8]) -> Result,
+) -> Result<(Vec<u8>, Vec<Range<usize>>)> {
+    let lengths = parts.iter().map(|part| (part.device, part.slice.count() * size));
+    let mut buffer = vec![0u8; lengths.clone().map(|(_, length)| length).sum()];
+    let mut end = 0;
+    let places: Vec<Range<usize>> = lengths
+        .clone()
+        .map(|(_, length)| {
+            end += length;
+            end - length..end
+        })
+        .collect();
+    for (part, place) in parts.iter().zip(&places).filter(|(part, _)| part.device == me) {
+        write(part, &mut buffer[place.clone()])?;
     }
-    if let Some(fabric) = circle.others() {
+    if let Some(fabric) = circle.others().filter(|_| !parts.is_empty()) {
         let runs = runs(&circle.members, lengths);
-        let wire = collective::Wire::F32;
-        collective::reduce_scatter(fabric, &circle.members, &runs, &mut buffer, wire, circle.tag)?;
-        share_sums(fabric, circle, me, parts, &places, &mut buffer)?;
+        collective::all_gather_bytes(fabric, &circle.members, &runs, &mut buffer, circle.tag)?;
     }
-    for (part, place) in parts.iter().zip(&places).filter(|(part, _)| part.holders.contains(&me)) {
-        let taken = taken.iter_mut().find(|taken| taken.tensor == part.tensor);
-        let taken = taken.expect("whoever holds a slice takes part");
-        if taken.keeps_sum && taken.sum.is_none() {
-            panic!("a device that has a tensor has its gradient");
-        }
-        taken.write(tiers, after, part.slice, &buffer[place.clone()])?;
-    }
-    Ok(())
-}
-
-/// Sums of slices that several devices hold, each added up at one of them, to the others.
-fn share_sums(
-    fabric: &Fabric,
-    circle: &Circle,
-    me: usize,
-    parts: &[ReducedPart],
-    places: &[Range<usize>],
-    buffer: &mut [f32],
-) -> Result {
-    let mut circles: Vec<&Vec<usize>> =
-        parts.iter().map(|part| &part.holders).filter(|holders| holders.len() > 1).collect();
-    circles.sort_unstable();
-    circles.dedup();
-    for (number, holders) in circles.into_iter().enumerate().filter(|(_, holders)| holders.contains(&me)) {
-        let theirs: Vec<(usize, Range<usize>)> = parts
-            .iter()
-            .zip(places)
-            .filter(|(part, _)| part.holders == *holders)
-            .map(|(part, place)| (part.device, place.clone()))
-            .collect();
-        let lengths = theirs.iter().map(|(device, place)| (*device, place.len()));
-        let mut shared: Vec<f32> =
-            theirs.iter().flat_map(|(_, place)| buffer[place.clone()].iter().copied()).collect();
-        let (runs, wire) = (runs(holders, lengths), collective::Wire::F32);
-        collective::all_gather(fabric, holders, &runs, &mut shared, wire, circle.part(number as u64))?;
-        let mut rest = &shared[..];
-        for (_, place) in theirs {
-            let (these, after) = rest.split_at(place.len());
-            buffer[place].copy_from_slice(these);
-            rest = after;
-        }
-    }
-    Ok(())
+    Ok((buffer, places))
 }
 
 /// Every member's share of a group, in the members' order.

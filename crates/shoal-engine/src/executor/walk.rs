@@ -104,6 +104,10 @@ impl Executor {
         if self.chain.drops() {
             self.device.set_scalar(&mut self.step_number, input.step as f64)?;
         }
+        // The first addition of a step overwrites.
+        for sum in self.state.tensors.iter_mut().filter_map(|held| held.gradient.as_mut()) {
+            sum.started = false;
+        }
         let mut step = Step {
             input,
             layout,

@@ -134,7 +134,7 @@ impl Layered<'_, '_> {
         for device in layout.reduce(layer).iter().flat_map(|group| &group.devices) {
             let place = self.lists.push(*device, Op::Reduce { layer });
             // A sum that stays where it was begun frees nothing when it is complete: only its update waits for it.
-            if layout.owned(layer).iter().any(|tensor| !layout.holds_whole(*tensor, *device)) {
+            if layout.owned(layer).iter().any(|tensor| !layout.sums_whole(*tensor, *device)) {
                 self.pending[*device].push((place, section + 1 + REDUCTION_SECTIONS));
             }
         }

@@ -1,0 +1,288 @@
+//! Gradients on their way: added up over the devices whose layers made them, each slice where the table keeps its sum, and
+//! from there handed over to the optimizer's slices that lie elsewhere.
+
+use std::ops::Range;
+
+use shoal_kernels::{Device, Element, Mark};
+use shoal_net::{Fabric, collective};
+use shoal_nn::GradientSum;
+use shoal_plan::{GatheredPart, Held, Instruction, ReducedPart, Slice, Tier, common};
+
+use super::Executor;
+use super::moves::Job;
+use super::step::Step;
+use super::transfers::{Circle, collect, copied, floats, runs};
+use crate::error::Result;
+use crate::state::{SumRoom, SumSlice, Tiers};
+
+impl Executor {
+    pub(super) fn start_reduce(
+        &mut self,
+        step: &mut Step,
+        instruction: &Instruction,
+        layer: usize,
+    ) -> Result<Job> {
+        let layout = self.layout(step, instruction)?;
+        let members = layout.reduce(layer).map(|group| group.devices.clone()).unwrap_or_default();
+        let circle = self.circle(instruction, members)?;
+        let parts = layout.reduced_parts(layer);
+        let mut tensors: Vec<usize> = parts.iter().map(|part| part.tensor).collect();
+        tensors.sort_unstable();
+        tensors.dedup();
+        let taken = tensors.into_iter().map(|tensor| {
+            let held = &mut self.state.tensors[tensor];
+            let (sum, sums) = (held.gradient.take(), std::mem::take(&mut held.sums));
+            Taken { tensor, sum, keeps_sum: held.keeps_sum, sums }
+        });
+        let mut taken: Vec<Taken> = taken.collect();
+        let (tiers, me, after) = (self.tiers.clone(), step.device, self.device.mark()?);
+        Ok(Box::new(move || {
+            let reduced = match circle.others().is_none() && taken.iter().all(Taken::goes_to_host) {
+                true => carry(&tiers, &after, &parts, &mut taken),
+                false => reduce(&tiers, &after, &circle, me, &parts, &mut taken),
+            };
+            // What is not kept here ends with this.
+            for taken in taken.iter_mut().filter(|taken| !taken.keeps_sum) {
+                taken.sum = None;
+            }
+            Box::new(move |executor, _| {
+                for taken in taken {
+                    let held = &mut executor.state.tensors[taken.tensor];
+                    (held.gradient, held.sums) = (taken.sum, taken.sums);
+                }
+                reduced
+            })
+        }))
+    }
+
+    pub(super) fn start_hand_over(
+        &mut self,
+        step: &mut Step,
+        instruction: &Instruction,
+        layer: usize,
+    ) -> Result<Job> {
+        let (layout, me) = (self.layout(step, instruction)?, step.device);
+        let members = layout.hand_over(layer).map(|group| group.devices.clone()).unwrap_or_default();
+        let circle = self.circle(instruction, members)?;
+        let parts = layout.handed_parts(layer);
+        let (mut sums, mut handed) = (Vec::new(), Vec::new());
+        for tensor in layout.owned(layer).iter().copied() {
+            let held = &mut self.state.tensors[tensor];
+            sums.extend(held.shared_sums().map(|sum| (tensor, sum)));
+            let parts = layout.handed(tensor, me);
+            let slices = held.slices.iter_mut().enumerate().filter(|(_, slice)| {
+                let has = |part: &Held| {
+                    part.holder.tier() == slice.tier && common(part.slice, slice.slice).is_some()
+                };
+                parts.iter().any(has)
+            });
+            handed.extend(slices.map(|(place, slice)| (tensor, place, slice.take_gradient())));
+        }
+        let (tiers, after) = (self.tiers.clone(), self.device.mark()?);
+        Ok(Box::new(move || {
+            let done = hand_over(&tiers, &after, (&circle, me), &parts, &sums, &mut handed);
+            drop(sums);
+            Box::new(move |executor, _| {
+                for (tensor, place, SumSlice { room, .. }) in handed {
+                    if let SumRoom::Memory(gradient) = room {
+                        executor.state.tensors[tensor].slices[place].tensors_mut().gradient = Some(gradient);
+                    }
+                }
+                done
+            })
+        }))
+    }
+}
+
+impl SumSlice {
+    /// Sets what it has of some elements of the whole gradient.
+    fn write(&mut self, tiers: &Tiers, after: &Mark, elements: Slice, values: &[f32]) -> Result {
+        let Some(both) = common(self.slice, elements) else { return Ok(()) };
+        let values = &values[both.start - elements.start..both.end - elements.start];
+        let (first, end) = (both.start - self.slice.start, both.end - self.slice.start);
+        match &mut self.room {
+            SumRoom::Disk(disk) => disk.write_gradient(first, values),
+            SumRoom::Memory(sum) => {
+                let mut fill = copied(&tiers.host, bytemuck::cast_slice(values));
+                Ok(tiers.of(self.tier).write_bytes(after, sum, first..end, &mut fill)?)
+            }
+        }
+    }
+
+    /// Reads some of its elements.
+    fn read(&self, tiers: &Tiers, after: &Mark, elements: Slice) -> Result<Vec<f32>> {
+        let (first, end) = (elements.start - self.slice.start, elements.end - self.slice.start);
+        let mut values = vec![0.0; elements.count()];
+        match &self.room {
+            SumRoom::Disk(disk) => disk.read_gradient(first, &mut values)?,
+            SumRoom::Memory(sum) => {
+                let out = bytemuck::cast_slice_mut::<f32, u8>(&mut values);
+                tiers.of(self.tier).read_bytes(after, sum, first..end, &mut |at, bytes| {
+                    tiers.host.round(bytes, Element::F32, &mut out[at..at + bytes.len()]);
+                })?;
+            }
+        }
+        Ok(values)
+    }
+}
+
+/// A tensor whose gradient is added up.
+struct Taken {
+    tensor: usize,
+    /// What this device's layers have added up.
+    sum: Option<GradientSum>,
+    /// Whether the sum over all devices is kept in the same place.
+    keeps_sum: bool,
+    /// Where else it is kept here.
+    sums: Vec<SumSlice>,
+}
+
+impl Taken {
+    /// Whether all that is kept of the sum is in host memory.
+    fn goes_to_host(&self) -> bool {
+        let on_host = |sum: &SumSlice| sum.tier == Tier::Host && matches!(sum.room, SumRoom::Memory(_));
+        !self.keeps_sum && self.sums.iter().all(on_host)
+    }
+
+    /// Writes a part of the whole sum wherever it is kept here.
+    fn write(&mut self, tiers: &Tiers, after: &Mark, slice: Slice, values: &[f32]) -> Result {
+        if let Some(sum) = self.sum.as_mut().filter(|_| self.keeps_sum) {
+            let mut fill = copied(&tiers.host, bytemuck::cast_slice(values));
+            tiers.device.write_bytes(after, &mut sum.sum, slice.range(), &mut fill)?;
+        }
+        self.sums.iter_mut().try_for_each(|sum| sum.write(tiers, after, slice, values))
+    }
+}
+
+/// Takes gradients to the host where nobody else has a part in them, piece by piece.
+fn carry(tiers: &Tiers, after: &Mark, parts: &[ReducedPart], taken: &mut [Taken]) -> Result {
+    for part in parts {
+        let taken = taken.iter_mut().find(|taken| taken.tensor == part.tensor);
+        let Some(Taken { sum, sums, .. }) = taken else { continue };
+        let sum = sum.as_ref().filter(|sum| sum.started);
+        for kept in sums.iter_mut() {
+            let (Some(both), SumRoom::Memory(room)) = (common(kept.slice, part.slice), &mut kept.room) else {
+                continue;
+            };
+            let there = both.start - kept.slice.start..both.end - kept.slice.start;
+            let mut written = Ok(());
+            tiers.host.write_bytes(&Mark::default(), room, there, &mut |_, out| match sum {
+                Some(sum) => {
+                    written = tiers.device.read_bytes(after, &sum.sum, both.range(), &mut |at, bytes| {
+                        tiers.host.round(bytes, Element::F32, &mut out[at..at + bytes.len()]);
+                    });
+                }
+                // Whoever added nothing stands with zeros.
+                None => out.fill(0),
+            })?;
+            written?;
+        }
+    }
+    Ok(())
+}
+
+fn reduce(
+    tiers: &Tiers,
+    after: &Mark,
+    circle: &Circle,
+    me: usize,
+    parts: &[ReducedPart],
+    taken: &mut [Taken],
+) -> Result {
+    let lengths = parts.iter().map(|part| (part.device, part.slice.count()));
+    let mut buffer = vec![0f32; lengths.clone().map(|(_, length)| length).sum()];
+    let mut start = 0;
+    let mut places = Vec::with_capacity(parts.len());
+    for part in parts {
+        let place = start..start + part.slice.count();
+        start = place.end;
+        let own = taken.iter().find(|taken| taken.tensor == part.tensor);
+        // Whoever added nothing stands with zeros.
+        if let Some(sum) = own.and_then(|taken| taken.sum.as_ref()).filter(|sum| sum.started) {
+            let room = bytemuck::cast_slice_mut::<f32, u8>(&mut buffer[place.clone()]);
+            tiers.device.read_bytes(after, &sum.sum, part.slice.range(), &mut |at, bytes| {
+                tiers.host.round(bytes, Element::F32, &mut room[at..at + bytes.len()]);
+            })?;
+        }
+        places.push(place);
+    }
+    if let Some(fabric) = circle.others() {
+        let runs = runs(&circle.members, lengths);
+        let wire = collective::Wire::F32;
+        collective::reduce_scatter(fabric, &circle.members, &runs, &mut buffer, wire, circle.tag)?;
+        share_sums(fabric, circle, me, parts, &places, &mut buffer)?;
+    }
+    for (part, place) in parts.iter().zip(&places).filter(|(part, _)| part.holders.contains(&me)) {
+        let taken = taken.iter_mut().find(|taken| taken.tensor == part.tensor);
+        let taken = taken.expect("whoever holds a slice takes part");
+        if taken.keeps_sum && taken.sum.is_none() {
+            panic!("a device that has a tensor has its gradient");
+        }
+        taken.write(tiers, after, part.slice, &buffer[place.clone()])?;
+    }
+    Ok(())
+}
+
+/// Sums of slices that several devices hold, each added up at one of them, to the others.
+fn share_sums(
+    fabric: &Fabric,
+    circle: &Circle,
+    me: usize,
+    parts: &[ReducedPart],
+    places: &[Range<usize>],
+    buffer: &mut [f32],
+) -> Result {
+    let mut circles: Vec<&Vec<usize>> =
+        parts.iter().map(|part| &part.holders).filter(|holders| holders.len() > 1).collect();
+    circles.sort_unstable();
+    circles.dedup();
+    for (number, holders) in circles.into_iter().enumerate().filter(|(_, holders)| holders.contains(&me)) {
+        let theirs: Vec<(usize, Range<usize>)> = parts
+            .iter()
+            .zip(places)
+            .filter(|(part, _)| part.holders == *holders)
+            .map(|(part, place)| (part.device, place.clone()))
+            .collect();
+        let lengths = theirs.iter().map(|(device, place)| (*device, place.len()));
+        let mut shared: Vec<f32> =
+            theirs.iter().flat_map(|(_, place)| buffer[place.clone()].iter().copied()).collect();
+        let (runs, wire) = (runs(holders, lengths), collective::Wire::F32);
+        collective::all_gather(fabric, holders, &runs, &mut shared, wire, circle.part(number as u64))?;
+        let mut rest = &shared[..];
+        for (_, place) in theirs {
+            let (these, after) = rest.split_at(place.len());
+            buffer[place].copy_from_slice(these);
+            rest = after;
+        }
+    }
+    Ok(())
+}
+
+/// Sums from where they are kept to the slices that need them: what others have comes from them, the rest from here.
+fn hand_over(
+    tiers: &Tiers,
+    after: &Mark,
+    (circle, me): (&Circle, usize),
+    parts: &[GatheredPart],
+    sums: &[(usize, SumSlice)],
+    handed: &mut [(usize, usize, SumSlice)],
+) -> Result {
+    let (buffer, places) = collect(circle, me, parts, size_of::<f32>(), |part, out| {
+        let has = |sum: &SumSlice| common(sum.slice, part.slice) == Some(part.slice);
+        let own =
+            sums.iter().find(|(tensor, sum)| *tensor == part.tensor && sum.tier == part.tier && has(sum));
+        let (_, own) = own.expect("whoever gives a part keeps its sum");
+        out.copy_from_slice(bytemuck::cast_slice(&own.read(tiers, after, part.slice)?));
+        Ok(())
+    })?;
+    for (tensor, _, target) in handed {
+        for (part, place) in parts.iter().zip(&places).filter(|(part, _)| part.tensor == *tensor) {
+            target.write(tiers, after, part.slice, &floats(&buffer[place.clone()]))?;
+        }
+        for (_, sum) in sums.iter().filter(|(other, _)| other == tensor) {
+            let Some(both) = common(sum.slice, target.slice) else { continue };
+            target.write(tiers, after, both, &sum.read(tiers, after, both)?)?;
+        }
+    }
+    Ok(())
+}
