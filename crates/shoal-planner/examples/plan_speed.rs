@@ -7,6 +7,7 @@ use shoal_model::{Chain, Precision, presets};
 use shoal_plan::memory::forecast_in;
 use shoal_plan::one_device::StepShape;
 use shoal_plan::{Activations, DeviceRow, Layout, Order, Purpose, compile_paced, verify_all};
+use shoal_planner::auto::{self, Shape};
 use shoal_planner::pipeline::{Pipeline, PipelineWanted, Replica, Stage, State, plan, table};
 use shoal_sim::{FleetWorld, Settings, simulate};
 
@@ -25,6 +26,36 @@ fn main() {
         search(devices, samples, "[[node]]\nname = \"v\"\ncount = 1\ndevices = [{ kind = \"V100\" }]\n");
         search(devices, samples, MIXED);
     }
+    println!("the best of all shapes, 1.5 B parameters, and each shape by itself:");
+    println!("devices  kinds  samples   seconds  step simulated  {}", names().join("  "));
+    for (devices, samples) in [(16, 128), (64, 512), (256, 2048), (1024, 8192)] {
+        best(devices, samples);
+    }
+}
+
+fn names() -> Vec<String> {
+    Shape::ALL.iter().map(|shape| format!("{:>8}", shape.name())).collect()
+}
+
+/// Plans for mixed devices as `shoal plan` does, and what each of its searches takes.
+fn best(devices: usize, samples: usize) {
+    let fleet = fleet(MIXED, devices / fleet(MIXED, 1).devices.len());
+    let chain = Chain::new(&presets::gpt2(50257, 1600, 48, 25, 1024));
+    let step =
+        StepShape { global_batch: samples, sequence: 1024, precision: Precision::Fp16, optimizer_states: 2 };
+    let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).expect("the kinds are known");
+    let (found, seconds) =
+        timed(|| auto::plan(&chain, step, &fleet, &costs, &Shape::ALL).expect("there is room for it"));
+    let alone = Shape::ALL.map(|shape| {
+        let (_, seconds) = timed(|| auto::plan(&chain, step, &fleet, &costs, &[shape]).is_ok());
+        format!("{seconds:>8.2}")
+    });
+    println!(
+        "{devices:>7} {:>6} {samples:>8} {seconds:>9.2} {:>13.2} s  {}",
+        fleet.kinds().len(),
+        found.best.simulated.seconds,
+        alone.join("  ")
+    );
 }
 
 /// Sixteen devices of three kinds.

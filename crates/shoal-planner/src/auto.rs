@@ -11,7 +11,7 @@ use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 use thiserror::Error;
 
 use crate::pipeline::{self, PipelineWanted};
-use crate::{burst, mirrors, mixed, sharded, spilled};
+use crate::{burst, mirrors, mixed, parallel, sharded, spilled};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -103,9 +103,12 @@ pub fn plan(
     }
     let mut best: Option<Candidate> = None;
     let mut tried = Vec::new();
-    for shape in shapes.iter().copied() {
-        let found = propose(shape, chain, step, fleet, costs)
-            .and_then(|plans| quickest(plans.into_iter().map(|plan| play(shape, plan, chain, fleet, costs))));
+    // Most searches keep one core busy.
+    let searched = parallel::map(shapes, |shape| {
+        propose(*shape, chain, step, fleet, costs)
+            .and_then(|plans| quickest(plans.into_iter().map(|plan| play(*shape, plan, chain, fleet, costs))))
+    });
+    for (shape, found) in shapes.iter().copied().zip(searched) {
         let seconds = found.as_ref().ok().map(|candidate| candidate.simulated.seconds);
         match found {
             Ok(candidate) => {

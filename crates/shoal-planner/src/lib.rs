@@ -16,6 +16,7 @@ pub mod breakdown;
 pub mod burst;
 pub mod mirrors;
 pub mod mixed;
+mod parallel;
 pub mod pipeline;
 pub mod run;
 pub mod sharded;

@@ -10,7 +10,6 @@ mod candidate;
 mod cuts;
 mod divide;
 mod outcome;
-mod parallel;
 mod polish;
 mod rating;
 mod search;

@@ -7,7 +7,8 @@ use super::candidate::Confirmed;
 use super::outcome::PipelineError;
 use super::search::Search;
 use super::trial::Tried;
-use super::{Pipeline, Replica, parallel};
+use super::{Pipeline, Replica};
+use crate::parallel;
 
 /// Instructions that may be played through to make a good plan better, step by step.
 const POLISHED_INSTRUCTIONS: usize = 150_000;

@@ -15,8 +15,9 @@ use super::outcome::{PipelineError, PipelinePlanned, PipelineWanted, RunnerUp};
 use super::shares::{Pace, shares};
 use super::stages::{Classes, Judge, Sized, StateBytes, TensorBytes, parameters};
 use super::trial::Bench;
-use super::{Pipeline, Replica, State, parallel};
+use super::{Pipeline, Replica, State};
 use crate::device_rows;
+use crate::parallel;
 
 /// How many candidates are tried replica by replica, as whole steps, and improved step by step: at least so many, at
 /// most so many, and between them as many as have so many instructions in all.
