@@ -401,9 +401,12 @@ fn faults(case: &Case, seed: u64) -> Vec<Fault> {
 fn whoever_is_lost_wherever_it_is_the_others_settle_at_one_step() {
     let disk = tempfile::tempdir().unwrap();
     let (first, count) = (number("SHOAL_SEED", 0), number("SHOAL_CASES", CASES));
-    let (mut coverage, mut alone) = (Coverage::default(), 0);
+    let (mut coverage, mut alone, mut handing, mut handing_on) = (Coverage::default(), 0, 0, 0);
     for seed in first..first + count {
         let case = case(seed);
+        let features = draw::features(&case.plan, &case.chain);
+        handing += usize::from(features.contains("gradients that are handed over"));
+        handing_on += usize::from(features.contains("gradients handed to other devices"));
         let expected = uninterrupted(&case, disk.path());
         let faults = faults(&case, seed);
         alone += usize::from(faults.iter().all(|fault| fault.device == NOBODY));
@@ -416,12 +419,16 @@ fn whoever_is_lost_wherever_it_is_the_others_settle_at_one_step() {
             }
         }
     }
-    println!("{count} tables, {alone} of one device: {coverage:#?}");
+    println!(
+        "{count} tables, {alone} of one device, {handing} that hand gradients over, {handing_on} to other devices:"
+    );
+    println!("{coverage:#?}");
     if count >= CASES {
         let brought = |tier: Tier| coverage.slices_brought_on.get(&tier).copied().unwrap_or_default();
         assert!(coverage.rolled_forward > 0 && coverage.stayed > 0);
         assert!(coverage.survivors_partly > 0 && coverage.survivors_without_sums > 0);
         assert!([Tier::Device, Tier::Host, Tier::Disk].map(brought).iter().all(|slices| *slices > 0));
         assert!(coverage.lost_slices_with_a_mirror > 0 && coverage.faults_that_lose_slices > 0);
+        assert!(handing > 0 && handing_on > 0);
     }
 }

@@ -383,7 +383,13 @@ impl Of<'_> {
                 ..Effects::default()
             },
             Op::GradientNorm => self.gradient_norm(),
-            Op::Update { tensor, at } => self.update(tensor, at),
+            // A loss that is no number stops the step before anything is updated.
+            Op::Update { tensor, at } => Effects {
+                needs: vec![Fact::GradientNorm, Fact::Loss],
+                establishes: Some(Fact::Updated { tensor, at }),
+                replaces: vec![tensor],
+                ..Effects::default()
+            },
         }
     }
 
@@ -500,20 +506,21 @@ impl Of<'_> {
         group.map(|_| Fact::Reduced { layer })
     }
 
-    fn update(&self, tensor: usize, at: Tier) -> Effects {
-        // A loss that is no number stops the step before anything is updated.
-        let mut needs = vec![Fact::GradientNorm, Fact::Loss];
-        if self.layout.handed(tensor, self.device).iter().any(|held| held.holder.tier() == at) {
-            needs.push(Fact::HandedOver { layer: self.layout.users(tensor)[0] });
-        }
-        let establishes = Some(Fact::Updated { tensor, at });
-        Effects { needs, establishes, replaces: vec![tensor], ..Effects::default() }
+    /// The fact that they are where the optimizer's slices are, for those who give or get them.
+    fn handed_over(&self, layer: usize) -> Option<Fact> {
+        let group = self.layout.hand_over(layer).filter(|group| group.has(self.device));
+        group.map(|_| Fact::HandedOver { layer })
     }
 
+    /// All that updates read is here before anyone adds to the norm, so when it is known, every holder can update.
     fn gradient_norm(&self) -> Effects {
         let layers = 0..self.layout.chain.layers.len();
         Effects {
-            needs: layers.clone().filter_map(|layer| self.reduced(layer)).collect(),
+            needs: layers
+                .clone()
+                .flat_map(|layer| [self.reduced(layer), self.handed_over(layer)])
+                .flatten()
+                .collect(),
             needs_complete: layers.flat_map(|layer| self.gradients(layer)).collect(),
             establishes: Some(Fact::GradientNorm),
             ..Effects::default()

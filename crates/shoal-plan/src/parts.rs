@@ -1,6 +1,6 @@
 //! Which elements of which tensors pass between devices where a layer's parameters are gathered, or its gradients added
-//! up and handed over: each element once, in runs that stand in the order of the devices they come from or go to. So every device's
-//! share of a movement is one piece of one buffer, however the table has cut the tensors.
+//! up and handed over: each element once, in runs that stand in the order of the devices they come from or go to. So
+//! every device's share of a movement is one piece of one buffer, however the table has cut the tensors.
 
 use crate::layout::Layout;
 use crate::program::Pass;

@@ -1,7 +1,8 @@
 //! Where survivors stand when a step was cut short, and where they all go from there. No holder updates a slice before
-//! every holder has the step's reduced gradients, since updates need the norm, and the norm needs everyone's
-//! ([`crate::effects`]). So whoever knows a step's closing sums may have updated, and everyone else can: all go on to the
-//! next step. Where nobody knows them nobody has updated, and all stay. No two workers are ever more than a step apart.
+//! every holder has the step's reduced gradients, since updates need the norm, and the norm needs everyone's, handed
+//! over to where updates read them ([`crate::effects`]). So whoever knows a step's closing sums may have updated, and
+//! everyone else can: all go on to the next step. Where nobody knows them nobody has updated, and all stay. No two
+//! workers are ever more than a step apart.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;

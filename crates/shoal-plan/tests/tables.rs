@@ -233,7 +233,7 @@ fn a_step_that_would_wait_forever_is_refused() {
 /// and nobody comes to it with gradients that are not whole. A program that does not say so is refused.
 #[test]
 fn no_update_begins_before_everyone_has_the_gradients() {
-    let (mut updates, mut reductions, mut alone) = (0, 0, 0);
+    let (mut updates, mut reductions, mut hand_overs, mut alone) = (0, 0, 0, 0);
     for seed in 0..300 {
         let (chain, plan) = case(seed);
         let layout = Layout::new(&plan, &chain);
@@ -263,15 +263,20 @@ fn no_update_begins_before_everyone_has_the_gradients() {
                 assert!(matches!(error, ProgramError::NotAwaited { .. }), "seed {seed}: {error}");
                 updates += 1;
             }
-            let reduction = program.instructions.iter().find(|i| matches!(i.op, Op::Reduce { .. }));
-            if let Some(reduction) = reduction {
+            for (count, is_one) in [
+                (&mut reductions, (|op| matches!(op, Op::Reduce { .. })) as fn(Op) -> bool),
+                (&mut hand_overs, |op| matches!(op, Op::HandOver { .. })),
+            ] {
+                let needed = program.instructions.iter().find(|instruction| is_one(instruction.op));
+                let Some(needed) = needed else { continue };
                 let error = refused(&|program| {
-                    program.instructions[norm].after.retain(|id| *id != reduction.id);
+                    program.instructions[norm].after.retain(|id| *id != needed.id);
                 });
                 assert!(matches!(error, ProgramError::NotAwaited { .. }), "seed {seed}: {error}");
-                reductions += 1;
+                *count += 1;
             }
         }
     }
-    assert!(updates > 300 && reductions > 300 && alone > 10, "{updates}, {reductions}, {alone}");
+    println!("{updates} updates, {reductions} reductions, {hand_overs} hand-overs, {alone} devices alone");
+    assert!(updates > 300 && reductions > 300 && hand_overs > 60 && alone > 10);
 }

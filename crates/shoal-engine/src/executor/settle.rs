@@ -17,7 +17,8 @@ use crate::state::{Kept, gradient_room};
 #[derive(Clone, Copy)]
 pub(super) struct Progress {
     terms: Terms,
-    /// The gradients that are held here are added up over all devices: the norm was begun, which needs them.
+    /// The gradients that updates here read are added up over all devices and have come: the norm was begun, which needs
+    /// them.
     reduced: bool,
     /// The sums over all devices are here, in the device's memory.
     has_loss: bool,
