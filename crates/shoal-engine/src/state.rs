@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use shoal_kernels::{Arena, CpuDevice, Device, Mark, Tensor};
+use shoal_kernels::{Arena, CpuDevice, Device, Element, Mark, Tensor};
 use shoal_model::{Chain, Precision, TensorSpec};
 use shoal_nn::layer::element;
 use shoal_nn::{GradientSum, OptimizerSettings, init};
@@ -545,7 +545,13 @@ pub(crate) fn compute_room(
 ) -> Result<Tensor> {
     let spec = &chain.tensors[tensor];
     let elements = chain.copy_elements(tensor, precision).unwrap_or(spec.elements());
-    Ok(Tensor::of(device.arena(), &format!("compute copy of {}", spec.name), element(precision), elements)?)
+    let element = copy_element(chain, tensor, precision);
+    Ok(Tensor::of(device.arena(), &format!("compute copy of {}", spec.name), element, elements)?)
+}
+
+/// What such a copy is made of: layers read some parameters in fp32 whatever the precision.
+pub(crate) fn copy_element(chain: &Chain, tensor: usize, precision: Precision) -> Element {
+    chain.copy_elements(tensor, precision).map_or(Element::F32, |_| element(precision))
 }
 
 /// Room for the sum that layers add to.
@@ -578,4 +584,27 @@ pub fn write(device: &dyn Device, tensor: &mut Tensor, set: impl FnOnce(&mut [f3
         }
     })?;
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use shoal_model::presets;
+
+    use super::*;
+
+    /// Norms compute in fp32 in every precision, so their parameters are gathered as they are.
+    #[test]
+    fn what_layers_read_in_fp32_is_copied_in_fp32() {
+        let chain = Chain::new(&presets::preset("gpt2-tiny").unwrap());
+        let device = CpuDevice::new("cpu:0", 1, 1 << 30).unwrap();
+        for (tensor, spec) in chain.tensors.iter().enumerate() {
+            let is_norm = spec.name.contains("ln_");
+            let room = compute_room(&device, &chain, tensor, Precision::Bf16).unwrap();
+            assert_eq!(room.element() == Element::F32, is_norm, "{}", spec.name);
+            assert_eq!(
+                compute_room(&device, &chain, tensor, Precision::Fp32).unwrap().element(),
+                Element::F32
+            );
+        }
+    }
 }

@@ -267,14 +267,21 @@ fn hand_over(
     sums: &[(usize, SumSlice)],
     handed: &mut [(usize, usize, SumSlice)],
 ) -> Result {
-    let (buffer, places) = collect(circle, me, parts, size_of::<f32>(), |part, out| {
-        let has = |sum: &SumSlice| common(sum.slice, part.slice) == Some(part.slice);
-        let own =
-            sums.iter().find(|(tensor, sum)| *tensor == part.tensor && sum.tier == part.tier && has(sum));
-        let (_, own) = own.expect("whoever gives a part keeps its sum");
-        out.copy_from_slice(bytemuck::cast_slice(&own.read(tiers, after, part.slice)?));
-        Ok(())
-    })?;
+    let (buffer, places) = collect(
+        circle,
+        me,
+        parts,
+        |_| size_of::<f32>(),
+        |place, out| {
+            let part = &parts[place];
+            let has = |sum: &SumSlice| common(sum.slice, part.slice) == Some(part.slice);
+            let own =
+                sums.iter().find(|(tensor, sum)| *tensor == part.tensor && sum.tier == part.tier && has(sum));
+            let (_, own) = own.expect("whoever gives a part keeps its sum");
+            out.copy_from_slice(bytemuck::cast_slice(&own.read(tiers, after, part.slice)?));
+            Ok(())
+        },
+    )?;
     for (tensor, _, target) in handed {
         for (part, place) in parts.iter().zip(&places).filter(|(part, _)| part.tensor == *tensor) {
             target.write(tiers, after, part.slice, &floats(&buffer[place.clone()]))?;

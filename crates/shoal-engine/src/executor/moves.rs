@@ -9,7 +9,6 @@ use std::sync::Arc;
 use shoal_kernels::Tensor;
 use shoal_kernels::random::fold;
 use shoal_net::{Fabric, Tag, collective};
-use shoal_nn::layer::element;
 use shoal_plan::effects::Value;
 use shoal_plan::{GatheredPart, Instruction, Layout, Moved, Op, Pass, Samples};
 
@@ -18,7 +17,7 @@ use super::step::{Step, Stored};
 use super::tiers::Terms;
 use super::transfers::{Circle, Source, Way, copied, exchange, fetch, gather, receive, send};
 use crate::error::{EngineError, Result};
-use crate::state::{Gathered, Kept, compute_room};
+use crate::state::{Gathered, Kept, compute_room, copy_element};
 
 /// Puts what came of a movement in its place.
 pub(super) type Land = Box<dyn FnOnce(&mut Executor, &mut Step) -> Result + Send>;
@@ -185,10 +184,11 @@ impl Executor {
             };
             targets.push((tensor, copy));
         }
-        let (tiers, element) = (self.tiers.clone(), element(self.state.precision));
+        let element = |part: &GatheredPart| copy_element(&self.chain, part.tensor, self.state.precision);
+        let (tiers, elements) = (self.tiers.clone(), parts.iter().map(element).collect::<Vec<_>>());
         let (me, after) = (step.device, self.device.mark()?);
         Ok(Box::new(move || {
-            let way = Way { tiers: &tiers, after: &after, element };
+            let way = Way { tiers: &tiers, after: &after, elements: &elements };
             let gathered = match circle.others() {
                 Some(_) => gather(way, &circle, me, &parts, sources, &mut targets),
                 None => fetch(way, &parts, &sources, &mut targets),

@@ -90,12 +90,12 @@ pub(super) fn copied<'a>(host: &'a CpuDevice, bytes: &'a [u8]) -> impl FnMut(usi
     |at, out| host.round(&bytes[at..at + out.len()], Element::F32, out)
 }
 
-/// What gathered parameters pass: the memories, what the device is to have done before, and the elements they become.
+/// What gathered parameters pass: the memories, what the device is to have done before, and what each part becomes.
 #[derive(Clone, Copy)]
 pub(super) struct Way<'a> {
     pub(super) tiers: &'a Tiers,
     pub(super) after: &'a Mark,
-    pub(super) element: Element,
+    pub(super) elements: &'a [Element],
 }
 
 /// Where parameters that are gathered lie.
@@ -132,9 +132,9 @@ pub(super) fn fetch(
     sources: &[Source],
     targets: &mut [(usize, Tensor)],
 ) -> Result {
-    let Way { tiers, after, element } = way;
+    let Way { tiers, after, .. } = way;
     for (tensor, copy) in targets {
-        let mut elements = 0;
+        let (element, mut elements) = (copy.element(), 0);
         for (part, source) in parts.iter().zip(sources).filter(|(part, _)| part.tensor == *tensor) {
             let bytes = source.bytes(way)?;
             tiers.device.write_bytes(after, copy, part.slice.range(), &mut |at, out| {
@@ -157,12 +157,13 @@ pub(super) fn gather(
     sources: Vec<Source>,
     targets: &mut [(usize, Tensor)],
 ) -> Result {
-    let Way { tiers, after, element } = way;
+    let Way { tiers, after, elements } = way;
     // Each is let go of when it has been read: others may write to it from then on.
     let mut sources = sources.into_iter();
-    let (buffer, places) = collect(circle, me, parts, element.bytes(), |_, out| {
+    let size = |place: usize| elements[place].bytes();
+    let (buffer, places) = collect(circle, me, parts, size, |place, out| {
         let source = sources.next().expect("a source for each part");
-        tiers.host.round(&source.bytes(way)?, element, out);
+        tiers.host.round(&source.bytes(way)?, elements[place], out);
         Ok(())
     })?;
     for (tensor, copy) in targets {
@@ -177,16 +178,17 @@ pub(super) fn gather(
     Ok(())
 }
 
-/// What devices give each other, part after part, elements of so many bytes; this device's are written by a function.
-/// Returns it with each part's place.
+/// What devices give each other, part after part, the elements of each of so many bytes; this device's are written by a
+/// function. Returns it with each part's place.
 pub(super) fn collect(
     circle: &Circle,
     me: usize,
     parts: &[GatheredPart],
-    size: usize,
-    mut write: impl FnMut(&GatheredPart, &mut [u8]) -> Result,
+    size: impl Fn(usize) -> usize,
+    mut write: impl FnMut(usize, &mut [u8]) -> Result,
 ) -> Result<(Vec<u8>, Vec<Range<usize>>)> {
-    let lengths = parts.iter().map(|part| (part.device, part.slice.count() * size));
+    let length = |(place, part): (usize, &GatheredPart)| (part.device, part.slice.count() * size(place));
+    let lengths = parts.iter().enumerate().map(length);
     let mut buffer = vec![0u8; lengths.clone().map(|(_, length)| length).sum()];
     let mut end = 0;
     let places: Vec<Range<usize>> = lengths
@@ -196,8 +198,8 @@ pub(super) fn collect(
             end - length..end
         })
         .collect();
-    for (part, place) in parts.iter().zip(&places).filter(|(part, _)| part.device == me) {
-        write(part, &mut buffer[place.clone()])?;
+    for (number, place) in places.iter().enumerate().filter(|(number, _)| parts[*number].device == me) {
+        write(number, &mut buffer[place.clone()])?;
     }
     if let Some(fabric) = circle.others().filter(|_| !parts.is_empty()) {
         let runs = runs(&circle.members, lengths);
