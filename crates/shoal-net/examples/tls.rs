@@ -7,21 +7,18 @@
 //! sender and the receiver computed for each gigabyte, which other work on the cores does not change: at 10 Gbit/s an end
 //! that has one core to itself can spend 0.8 s.
 
-use std::error::Error;
+mod processes;
+
 use std::hint::black_box;
-use std::io::{BufRead, BufReader, Write};
-use std::net::{SocketAddr, TcpListener};
-use std::process::{Child, Command, Stdio};
 use std::time::Instant;
+
+use processes::{Outcome, Processes, join};
 
 use ring::aead::{
     AES_128_GCM, AES_256_GCM, Aad, Algorithm, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey,
 };
 use rustix::time::{ClockId, clock_gettime};
-use shoal_net::identity::{Authority, Identity};
-use shoal_net::{Endpoint, LinkShape, Security, Settings, Shape, Tag, connect};
-
-type Outcome<T> = Result<T, Box<dyn Error>>;
+use shoal_net::{LinkShape, Settings, Shape, Tag};
 
 /// What a record holds at most.
 const RECORD_BYTES: usize = 16_384;
@@ -124,41 +121,19 @@ fn cipher(algorithm: &'static Algorithm) -> Outcome<[f64; 2]> {
 }
 
 fn transfer(megabits: usize, bytes: usize, secure: bool) -> Outcome<Ran> {
-    let authority = Authority::new()?;
-    let mut workers: Vec<Child> = Vec::new();
-    let mut outputs = Vec::new();
-    let mut addresses = Vec::new();
-    for rank in 0..2 {
-        let mut worker = Command::new(std::env::current_exe()?)
-            .arg("worker")
-            .args([rank, megabits, bytes].map(|number| number.to_string()))
-            .arg(secure.to_string())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let mut lines = BufReader::new(worker.stdout.take().ok_or("no output")?).lines();
-        addresses.push(lines.next().ok_or("a worker ended early")??);
-        outputs.push(lines);
-        workers.push(worker);
-    }
-    for (rank, worker) in workers.iter_mut().enumerate() {
-        let identity = authority.issue(&name(rank))?;
-        let pems = [identity.certificate_pem(), identity.key_pem(), identity.authority_pem()];
-        let pems = pems.map(|pem| pem.replace('\n', "|"));
-        writeln!(worker.stdin.take().ok_or("no input")?, "{}\n{}", addresses.join(" "), pems.join("\n"))?;
-    }
+    let words = |rank: usize| {
+        let mut words = [rank, megabits, bytes].map(|number| number.to_string()).to_vec();
+        words.push(secure.to_string());
+        words
+    };
+    let mut workers = Processes::start((0..2).map(words))?;
     let mut numbers = Vec::new();
-    for output in &mut outputs {
+    for output in &mut workers.outputs {
         let line = output.next().ok_or("a worker ended early")??;
         numbers.extend(line.split(' ').map(str::parse::<f64>).collect::<Result<Vec<_>, _>>()?);
     }
     let [seconds, sender_cpu, _, receiver_cpu] = numbers[..] else { return Err("two numbers each".into()) };
-    for mut worker in workers {
-        let status = worker.wait()?;
-        if !status.success() {
-            return Err(format!("a worker ended with {status}").into());
-        }
-    }
+    workers.finish()?;
     Ok(Ran { seconds, sender_cpu, receiver_cpu })
 }
 
@@ -168,31 +143,14 @@ fn computed() -> f64 {
     spent.tv_sec as f64 + spent.tv_nsec as f64 * 1e-9
 }
 
-fn name(rank: usize) -> String {
-    format!("worker-{rank}.bench")
-}
-
 fn worker(arguments: &[String]) -> Outcome<()> {
     let [rank, megabits, bytes, secure] = arguments else { return Err("worker needs four words".into()) };
     let (rank, megabits, bytes): (usize, usize, usize) = (rank.parse()?, megabits.parse()?, bytes.parse()?);
-    let listener = TcpListener::bind("127.0.0.1:0")?;
-    println!("{}", listener.local_addr()?);
-    let mut lines = std::io::stdin().lines();
-    let mut line = || -> Outcome<String> { Ok(lines.next().ok_or("the input ended")??) };
-    let addresses = line()?.split(' ').map(str::parse).collect::<Result<Vec<SocketAddr>, _>>()?;
-    let security = match secure.as_str() {
-        "true" => {
-            let mut pem = || line().map(|line| line.replace('|', "\n"));
-            let identity = Identity::from_pem(&pem()?, &pem()?, &pem()?)?;
-            Security::Tls { identity, names: (0..2).map(name).collect() }
-        }
-        _ => Security::Plain,
-    };
     let rate = (megabits > 0).then_some(megabits as f64 * 1e6 / 8.0);
     let other_links = LinkShape { bytes_per_s: rate, ..LinkShape::default() };
     let shape = rate.map(|_| Shape { other_links, ..Shape::default() });
     let settings = Settings { shape, ..Settings::default() };
-    let fabric = connect(Endpoint { rank, listener, addresses, fabric: 1, security }, &settings)?;
+    let fabric = join(rank, secure, &settings)?;
     let mut buffer = vec![5u8; bytes];
     let mut answer = [0];
     // The first message warms up: connections grow, memory is touched.

@@ -9,19 +9,18 @@
 //! that whatever else the machine does meets all of them: what is shown is the median of all rounds, and the ratios once
 //! more by the fastest rounds.
 
+#[path = "../processes/mod.rs"]
+mod processes;
+
 use std::collections::BTreeMap;
-use std::error::Error;
-use std::io::{BufRead, BufReader, Write};
-use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
+use processes::{Outcome, Processes, join};
 use shoal_net::collective::{Wire, all_gather, all_reduce, even, reduce_scatter, sum_f64};
-use shoal_net::identity::{Authority, Identity};
-use shoal_net::{Endpoint, Fabric, Security, Settings, Shape, Tag, connect};
+use shoal_net::{Fabric, Settings, Shape, Tag};
 
-type Outcome<T> = Result<T, Box<dyn Error>>;
 /// Seconds of every round by operation and bytes.
 type Times = BTreeMap<(String, usize), Vec<f64>>;
 
@@ -141,41 +140,18 @@ fn fastest(rounds: &[f64]) -> f64 {
 }
 
 fn ours(options: &Options, secure: bool, times: &mut Times) -> Outcome<()> {
-    let authority = Authority::new()?;
-    let mut workers: Vec<Child> = Vec::new();
-    let mut outputs = Vec::new();
-    let mut addresses = Vec::new();
-    for rank in 0..options.processes {
-        let numbers = [rank, options.processes, options.streams, options.megabits];
-        let mut worker = Command::new(std::env::current_exe()?)
-            .arg("worker")
-            .args(numbers.map(|number| number.to_string()))
-            .arg(secure.to_string())
-            .args(options.size_words())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let mut lines = BufReader::new(worker.stdout.take().ok_or("no output")?).lines();
-        addresses.push(lines.next().ok_or("a worker ended early")??);
-        outputs.push(lines);
-        workers.push(worker);
-    }
-    for (rank, worker) in workers.iter_mut().enumerate() {
-        let identity = authority.issue(&name(rank))?;
-        let pems = [identity.certificate_pem(), identity.key_pem(), identity.authority_pem()];
-        let pems = pems.map(|pem| pem.replace('\n', "|"));
-        writeln!(worker.stdin.take().ok_or("no input")?, "{}\n{}", addresses.join(" "), pems.join("\n"))?;
-    }
-    for line in outputs.remove(0) {
+    let words = |rank: usize| {
+        let numbers = [rank, options.streams, options.megabits];
+        let mut words = numbers.map(|number| number.to_string()).to_vec();
+        words.push(secure.to_string());
+        words.extend(options.size_words());
+        words
+    };
+    let mut workers = Processes::start((0..options.processes).map(words))?;
+    for line in workers.outputs.remove(0) {
         note(&line?, times)?;
     }
-    for mut worker in workers {
-        let status = worker.wait()?;
-        if !status.success() {
-            return Err(format!("a worker ended with {status}").into());
-        }
-    }
-    Ok(())
+    workers.finish()
 }
 
 fn note(line: &str, times: &mut Times) -> Outcome<()> {
@@ -183,10 +159,6 @@ fn note(line: &str, times: &mut Times) -> Outcome<()> {
         times.entry((operation.to_owned(), bytes.parse()?)).or_default().push(seconds.parse()?);
     }
     Ok(())
-}
-
-fn name(rank: usize) -> String {
-    format!("worker-{rank}.bench")
 }
 
 fn build_mpi() -> Outcome<PathBuf> {
@@ -209,29 +181,15 @@ fn run_mpi(program: &Path, carriers: &str, options: &Options, times: &mut Times)
 }
 
 fn worker(arguments: &[String]) -> Outcome<()> {
-    let [rank, count, streams, megabits, secure, sizes @ ..] = arguments else {
-        return Err("worker needs five words, then sizes and rounds".into());
-    };
-    let (rank, count): (usize, usize) = (rank.parse()?, count.parse()?);
-    let listener = TcpListener::bind("127.0.0.1:0")?;
-    println!("{}", listener.local_addr()?);
-    let mut lines = std::io::stdin().lines();
-    let mut line = || -> Outcome<String> { Ok(lines.next().ok_or("the input ended")??) };
-    let addresses = line()?.split(' ').map(str::parse).collect::<Result<Vec<SocketAddr>, _>>()?;
-    let security = match secure.as_str() {
-        "true" => {
-            let mut pem = || line().map(|line| line.replace('|', "\n"));
-            let identity = Identity::from_pem(&pem()?, &pem()?, &pem()?)?;
-            Security::Tls { identity, names: (0..count).map(name).collect() }
-        }
-        _ => Security::Plain,
+    let [rank, streams, megabits, secure, sizes @ ..] = arguments else {
+        return Err("worker needs four words, then sizes and rounds".into());
     };
     let megabits: usize = megabits.parse()?;
     let egress =
         |megabits: usize| Shape { egress_bytes_per_s: Some(megabits as f64 * 1e6 / 8.0), ..Shape::default() };
     let shape = (megabits > 0).then(|| egress(megabits));
     let settings = Settings { streams: streams.parse()?, shape, ..Settings::default() };
-    let fabric = connect(Endpoint { rank, listener, addresses, fabric: 1, security }, &settings)?;
+    let fabric = join(rank.parse()?, secure, &settings)?;
     measure(&fabric, sizes)
 }
 
