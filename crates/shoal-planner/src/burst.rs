@@ -118,7 +118,22 @@ impl<'a> Problem<'a> {
         if let Some(layer) = (0..layers - 1).find(|layer| !is_read(*layer)) {
             return Err(BurstError::Unread { layer });
         }
-        Ok(())
+        self.check_memory()
+    }
+
+    /// Without branches the device that is taken first has a share of every layer, and so all of the state. Where that alone
+    /// is too much, no search need find it out: with a thousand devices it takes seconds.
+    fn check_memory(&self) -> Result<(), BurstError> {
+        let is_chain =
+            self.inputs.iter().enumerate().skip(1).all(|(layer, inputs)| inputs[..] == [layer - 1]);
+        let first = self.order()[0];
+        let needed_bytes = self.memory.iter().map(|bytes| bytes.state).sum();
+        let budget_bytes = self.memory_bytes(first);
+        if !is_chain || needed_bytes <= budget_bytes {
+            return Ok(());
+        }
+        let device = self.fleet.devices[first].name.clone();
+        Err(BurstError::Memory { device, needed_bytes, budget_bytes })
     }
 
     /// Devices in the order in which they are taken: nodes stay together, those with the most memory first.
