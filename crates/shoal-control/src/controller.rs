@@ -162,7 +162,9 @@ impl Controller {
         match event {
             Event::Started => self.start(now_ms, &mut work),
             Event::Tick => self.watch(now_ms, &mut work),
-            Event::Message(ToController::Join { name, boot }) => self.join(now_ms, name, boot, &mut work),
+            Event::Message(ToController::Join { name, boot, about }) => {
+                self.join(now_ms, name, boot, about, &mut work)
+            }
             Event::Message(ToController::Report(report)) => news = self.hear(now_ms, report, &mut work),
             Event::Planned { job, request, answer } => self.planned(now_ms, job, request, answer, &mut work),
             Event::Submit { job, spec } => {
@@ -222,7 +224,7 @@ impl Controller {
         }
     }
 
-    fn join(&mut self, now_ms: u64, name: String, boot: u64, work: &mut Work) {
+    fn join(&mut self, now_ms: u64, name: String, boot: u64, about: String, work: &mut Work) {
         let known = self.state.names.get(&name).copied();
         let worker = match known {
             // A message from before: its sender has begun anew since.
@@ -233,7 +235,7 @@ impl Controller {
                     self.note(now_ms, Record::Lost { worker, how: Loss::Replaced, at_ms: now_ms }, work);
                 }
                 let worker = WorkerId(self.state.worker + 1);
-                let record = Record::Joined { worker, name: name.clone(), boot, at_ms: now_ms };
+                let record = Record::Joined { worker, name: name.clone(), boot, about, at_ms: now_ms };
                 self.note(now_ms, record, work);
                 worker
             }

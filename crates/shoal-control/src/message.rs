@@ -90,12 +90,24 @@ impl Source {
     }
 }
 
+/// The state of a plan that may come into force, and all that is needed to get it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Installation {
+    pub plan: Plan,
+    pub source: Source,
+    /// Of the job, as its owner gave it: engines read it.
+    pub description: String,
+    /// What the workers that run it or have its state said of themselves when they joined: where they are reached, for one.
+    pub abouts: BTreeMap<WorkerId, String>,
+}
+
 /// What holds for a worker in a job.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Command {
     /// Get the state of a plan that may come into force, and keep all there is meanwhile.
-    Install { plan: Plan, source: Source },
+    Install(Installation),
     /// The plan is in force. Run until `steps`; earlier plans' state is no longer needed.
     Run { steps: u64 },
     /// Stop after that step, or give up the step that is under way.
@@ -211,6 +223,8 @@ pub enum ToController {
     Join {
         name: String,
         boot: u64,
+        /// What it has and where it is reached: planners and engines read it.
+        about: String,
     },
     Report(Report),
 }

@@ -23,7 +23,7 @@ use shoal_plan::{Closing, Standing};
 
 use crate::bug::Bug;
 use crate::message::{
-    Command, Epoch, JobId, Order, Orders, Part, Plan, Progress, Report, Save, Source, Stage, Status,
+    Command, Epoch, Installation, JobId, Order, Orders, Part, Progress, Report, Save, Stage, Status,
     ToController, ToWorker, WorkerId,
 };
 use crate::settings::Settings;
@@ -84,8 +84,7 @@ pub enum EngineEvent {
 pub enum EngineCommand {
     Install {
         epoch: Epoch,
-        plan: Plan,
-        source: Source,
+        installation: Installation,
     },
     Run {
         epoch: Epoch,
@@ -146,6 +145,7 @@ struct Next {
 pub struct Worker {
     settings: Settings,
     name: String,
+    about: String,
     boot: u64,
     id: Option<WorkerId>,
     /// Of reports sent.
@@ -164,11 +164,13 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// `boot` is larger than that of every worker that has ever had the name: the time of its start will do.
-    pub fn new(settings: Settings, name: &str, boot: u64) -> Worker {
+    /// `about` is for planners and engines. `boot` is larger than that of every worker that has ever had the name: the time
+    /// of its start will do.
+    pub fn new(settings: Settings, name: &str, about: &str, boot: u64) -> Worker {
         Worker {
             settings,
             name: name.to_owned(),
+            about: about.to_owned(),
             boot,
             id: None,
             number: 0,
@@ -258,7 +260,7 @@ impl Worker {
         if self.leaves_at_ms.is_some() {
             actions.push(Action::Exit);
         }
-        let mut anew = Worker::new(self.settings, &self.name, self.boot + 1);
+        let mut anew = Worker::new(self.settings, &self.name, &self.about, self.boot + 1);
         anew.leaves_at_ms = self.leaves_at_ms;
         anew.bug = self.bug;
         *self = anew;
@@ -323,8 +325,8 @@ impl Worker {
         let due = self.said_ms.is_none_or(|said| now_ms >= said + self.settings.report_every_ms);
         let Some(worker) = self.id else {
             if due {
-                let (name, boot) = (self.name.clone(), self.boot);
-                actions.push(Action::Send(ToController::Join { name, boot }));
+                let (name, about, boot) = (self.name.clone(), self.about.clone(), self.boot);
+                actions.push(Action::Send(ToController::Join { name, boot, about }));
                 self.said_ms = Some(now_ms);
             }
             return;
@@ -378,7 +380,7 @@ impl Slot {
     fn obey(&mut self, job: JobId, order: Order, bug: Option<Bug>, actions: &mut Vec<Action>) {
         let Order { epoch, command, save } = order;
         match command {
-            Command::Install { plan, source } => self.install(job, epoch, plan, source, actions),
+            Command::Install(installation) => self.install(job, epoch, installation, actions),
             Command::Run { steps } => {
                 let again = bug == Some(Bug::ObeyOld)
                     && self.part.is_some_and(|part| part.epoch == epoch && part.stage == Stage::Stopped);
@@ -403,7 +405,7 @@ impl Slot {
         self.save(job, epoch, save, actions);
     }
 
-    fn install(&mut self, job: JobId, epoch: Epoch, plan: Plan, source: Source, actions: &mut Vec<Action>) {
+    fn install(&mut self, job: JobId, epoch: Epoch, installation: Installation, actions: &mut Vec<Action>) {
         let newest = self.part.map(|part| part.epoch).max(self.next.map(|next| next.epoch));
         if newest.is_some_and(|newest| newest >= epoch) {
             return;
@@ -411,8 +413,8 @@ impl Slot {
         // Of the plan that did not come, nothing is needed; of the one in force, everything.
         let epochs = self.part.iter().map(|part| part.epoch).collect();
         actions.push(Action::Engine { job, command: EngineCommand::KeepOnly { epochs } });
-        self.next = Some(Next { epoch, step: source.step(), progress: Progress::Underway });
-        actions.push(Action::Engine { job, command: EngineCommand::Install { epoch, plan, source } });
+        self.next = Some(Next { epoch, step: installation.source.step(), progress: Progress::Underway });
+        actions.push(Action::Engine { job, command: EngineCommand::Install { epoch, installation } });
     }
 
     /// The plan whose state is ready is in force. Says whether that is news.

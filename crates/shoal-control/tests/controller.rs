@@ -34,6 +34,7 @@ fn spec(class: Class, workers_min: usize) -> JobSpec {
         workers_max,
         checkpoint_every_steps,
         checkpoints_kept,
+        description: String::new(),
     }
 }
 
@@ -75,7 +76,11 @@ impl Fleet {
     }
 
     fn join(&mut self, number: u64) {
-        self.step(Event::Message(ToController::Join { name: format!("w{number}"), boot: 1 }));
+        self.step(Event::Message(ToController::Join {
+            name: format!("w{number}"),
+            boot: 1,
+            about: format!("at {number}"),
+        }));
         self.numbers.insert(WorkerId(number), 0);
     }
 
@@ -277,7 +282,8 @@ fn a_cancelled_job_rests_when_its_workers_have_stopped() {
 #[test]
 fn a_joining_said_again_is_no_other_worker() {
     let mut fleet = Fleet::new(1);
-    let join = |boot| Event::Message(ToController::Join { name: "w1".to_owned(), boot });
+    let join =
+        |boot| Event::Message(ToController::Join { name: "w1".to_owned(), boot, about: String::new() });
     assert_eq!(fleet.step(join(1)), []);
     let records = fleet.step(join(5));
     assert!(

@@ -19,6 +19,7 @@ fn spec(name: &str) -> JobSpec {
         workers_min: 1,
         workers_max: 4,
         checkpoint_every_steps: 5,
+        description: String::new(),
         checkpoints_kept: 2,
     }
 }
@@ -30,7 +31,7 @@ fn written(folder: &Path, log_bytes_max: u64) -> State {
     let opened = Keeper::open_with(settings, disk, 0, log_bytes_max, None);
     let (mut keeper, _, _) = opened.expect("opens");
     for number in 0..4 {
-        let join = ToController::Join { name: format!("worker {number}"), boot: 1 };
+        let join = ToController::Join { name: format!("worker {number}"), boot: 1, about: String::new() };
         keeper.step(10 + number, Event::Message(join)).expect("written");
         let (job, spec) = (JobId(number), spec(&format!("job {number}")));
         keeper.step(20 + number, Event::Submit { job, spec }).expect("written");

@@ -21,7 +21,8 @@ fn orders(acknowledged: u64, revision: u64, epoch: u64, command: Command) -> Eve
 }
 
 fn install() -> Command {
-    Command::Install { plan: plan(), source: Source::Fresh }
+    let (source, description, abouts) = (Source::Fresh, "a job".to_owned(), BTreeMap::new());
+    Command::Install(Installation { plan: plan(), source, description, abouts })
 }
 
 fn engine(event: EngineEvent) -> Event {
@@ -47,9 +48,12 @@ fn report(actions: &[Action]) -> &Report {
 
 /// A worker whose epoch 1 runs since `now_ms`, with a lease from then.
 fn running(now_ms: u64) -> Worker {
-    let mut worker = Worker::new(Settings::default(), "w", 1);
+    let mut worker = Worker::new(Settings::default(), "w", "", 1);
     let joins = worker.step(now_ms, Event::Tick);
-    assert_eq!(joins, [Action::Send(ToController::Join { name: "w".to_owned(), boot: 1 })]);
+    assert_eq!(
+        joins,
+        [Action::Send(ToController::Join { name: "w".to_owned(), boot: 1, about: String::new() })]
+    );
     let welcome = ToWorker::Welcome { name: "w".to_owned(), boot: 1, worker: ME };
     assert_eq!(report(&worker.step(now_ms, Event::Message(welcome))).number, 1);
     worker.step(now_ms, orders(1, 10, 1, install()));
@@ -145,7 +149,7 @@ fn one_that_was_given_up_lets_go_and_joins_anew() {
     let gone = |worker| Event::Message(ToWorker::Gone { worker });
     assert_eq!(commands(worker.step(1_001, gone(WorkerId(6)))), [], "an earlier life's");
     let actions = worker.step(1_002, gone(ME));
-    let join = Action::Send(ToController::Join { name: "w".to_owned(), boot: 2 });
+    let join = Action::Send(ToController::Join { name: "w".to_owned(), boot: 2, about: String::new() });
     assert!(actions.contains(&join), "{actions:?}");
     assert_eq!(commands(actions), [EngineCommand::KeepOnly { epochs: [].into() }]);
     assert!(!worker.may_run(1_003));

@@ -152,7 +152,9 @@ impl JobEngine {
 
     pub fn command(&mut self, command: EngineCommand, around: &mut Around) {
         match command {
-            EngineCommand::Install { epoch, plan, source } => self.install(epoch, plan, &source, around),
+            EngineCommand::Install { epoch, installation } => {
+                self.install(epoch, installation.plan, &installation.source, around)
+            }
             EngineCommand::Run { epoch, steps } => {
                 let Some(share) = self.shares.get(&epoch) else {
                     around.out.push(Out::Wrong(format!("{epoch:?} is to run where its state is not")));

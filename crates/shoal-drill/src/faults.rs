@@ -115,6 +115,7 @@ fn draw_job(random: &mut Random, job: JobId, nodes: usize, faults: &mut Vec<(u64
         workers_max: random.between(2, 6) as usize,
         checkpoint_every_steps: random.between(5, 25),
         checkpoints_kept: random.between(1, 3) as usize,
+        description: String::new(),
     };
     let at_ms = if job.0 == 1 { 0 } else { random.below(FAULTS_END_MS / 2) };
     faults.push((at_ms, Fault::Submit { job, spec }));

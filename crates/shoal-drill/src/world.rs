@@ -431,7 +431,7 @@ impl<'a> World<'a> {
         }
         process.life += 1;
         process.frozen_until_ms = 0;
-        let mut worker = Worker::new(settings, &node.to_string(), seed_boot);
+        let mut worker = Worker::new(settings, &node.to_string(), "", seed_boot);
         worker.plant(bug);
         process.worker = Some(worker);
         let life = process.life;

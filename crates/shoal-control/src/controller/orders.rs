@@ -15,7 +15,7 @@ fn order(state: &State, job: &Job, worker: WorkerId) -> Option<Order> {
     if let Phase::Moving { plan, .. } = &job.phase
         && plan.place(worker).is_some()
     {
-        let command = Command::Install { plan: plan.clone(), source: state.source(&job.base) };
+        let command = Command::Install(state.installation(job, plan));
         return Some(Order { epoch: job.epoch, command, save: None });
     }
     let Base::Held { epoch, plan, step } = &job.base else { return None };

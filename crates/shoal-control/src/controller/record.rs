@@ -67,6 +67,7 @@ pub enum Record {
         worker: WorkerId,
         name: String,
         boot: u64,
+        about: String,
         at_ms: u64,
     },
     Lost {

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use shoal_plan::Closing;
 
 use super::record::{Loss, Paced, Record, Why};
-use crate::message::{Checkpoint, Epoch, JobId, Plan, Save, Source, WorkerId};
+use crate::message::{Checkpoint, Epoch, Installation, JobId, Plan, Save, Source, WorkerId};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -40,6 +40,8 @@ pub struct JobSpec {
     pub checkpoint_every_steps: u64,
     /// Complete ones that stay when there is another; one at least does.
     pub checkpoints_kept: usize,
+    /// The job itself, which planners and engines read.
+    pub description: String,
 }
 
 /// What the job's owner wants.
@@ -133,6 +135,7 @@ pub struct Job {
 pub struct Member {
     pub name: String,
     pub boot: u64,
+    pub about: String,
     pub leaves_by_ms: Option<u64>,
     pub pace_percent: u32,
     pub quarantined_until_ms: Option<u64>,
@@ -165,12 +168,17 @@ impl State {
     pub fn apply(&mut self, record: &Record) {
         self.revision += 1;
         match record {
-            Record::Joined { worker, name, boot, at_ms } => {
+            Record::Joined { worker, name, boot, about, at_ms } => {
                 self.worker = self.worker.max(worker.0);
                 self.names.insert(name.clone(), (*boot, *worker));
-                let (name, boot) = (name.clone(), *boot);
-                let member =
-                    Member { name, boot, leaves_by_ms: None, pace_percent: 100, quarantined_until_ms: None };
+                let member = Member {
+                    name: name.clone(),
+                    boot: *boot,
+                    about: about.clone(),
+                    leaves_by_ms: None,
+                    pace_percent: 100,
+                    quarantined_until_ms: None,
+                };
                 self.members.insert(*worker, member);
                 self.changed(*at_ms);
             }
@@ -234,7 +242,19 @@ impl State {
         plan.holders.iter().map(first).collect()
     }
 
-    pub fn source(&self, base: &Base) -> Source {
+    /// What a worker needs to get its share of a plan.
+    pub fn installation(&self, job: &Job, plan: &Plan) -> Installation {
+        let source = self.source(&job.base);
+        let holders = match &source {
+            Source::Held { alive, .. } => alive.as_slice(),
+            Source::Fresh | Source::Checkpoint(_) => &[],
+        };
+        let about = |worker: &WorkerId| Some((*worker, self.members.get(worker)?.about.clone()));
+        let abouts = plan.members.iter().chain(holders).filter_map(about).collect();
+        Installation { plan: plan.clone(), source, description: job.spec.description.clone(), abouts }
+    }
+
+    fn source(&self, base: &Base) -> Source {
         match base {
             Base::Fresh => Source::Fresh,
             Base::Checkpoint(checkpoint) => Source::Checkpoint(*checkpoint),
