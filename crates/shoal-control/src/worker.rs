@@ -201,6 +201,11 @@ impl Worker {
         now_ms < self.lease_ends_ms || self.bug == Some(Bug::IgnoreLease)
     }
 
+    /// Until when [`Worker::may_run`] holds, for engines that ask from threads of their own.
+    pub fn lease_ends_ms(&self) -> u64 {
+        self.lease_ends_ms
+    }
+
     /// Takes in what happened. `now_ms` is this machine's clock, which only has to go forward, also through suspension.
     pub fn step(&mut self, now_ms: u64, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();

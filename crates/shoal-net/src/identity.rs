@@ -5,8 +5,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use rcgen::{
-    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer,
-    KeyPair, KeyUsagePurpose,
+    BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName, DnType,
+    ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose, PublicKeyData,
 };
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
@@ -50,16 +50,58 @@ impl Authority {
 
     /// An identity for the worker of this name: letters, digits, hyphens, and dots between them.
     pub fn issue(&self, name: &str) -> Result<Identity> {
+        self.issue_with(name, &[])
+    }
+
+    /// Likewise, for one that is reached under other names and addresses too.
+    pub fn issue_with(&self, name: &str, others: &[String]) -> Result<Identity> {
+        let key = KeyPair::generate().map_err(wrong("make a key"))?;
+        let certificate = self.certify(name, others, &key)?;
+        Identity::from_pem(&certificate, &key.serialize_pem(), &self.certificate)
+    }
+
+    /// A certificate for a worker that keeps its key to itself, by the request of an [`Applicant`]. Of that only the key
+    /// counts, and the proof that its sender has the other half; what else it asks for is not looked at.
+    pub fn sign(&self, request: &str, name: &str) -> Result<String> {
+        let request = CertificateSigningRequestParams::from_pem(request)
+            .map_err(wrong("read the request for a certificate"))?;
+        self.certify(name, &[], &request.public_key)
+    }
+
+    fn certify(&self, name: &str, others: &[String], key: &impl PublicKeyData) -> Result<String> {
         server_name(name)?;
-        let mut params = CertificateParams::new(vec![name.to_owned()]).map_err(wrong("name the worker"))?;
+        let names: Vec<String> =
+            std::iter::once(name).chain(others.iter().map(String::as_str)).map(str::to_owned).collect();
+        let mut params = CertificateParams::new(names).map_err(wrong("name the worker"))?;
         params.distinguished_name = named(name);
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
-        let key = KeyPair::generate().map_err(wrong("make a key"))?;
         let issuer = Issuer::new(authority_params(), &self.key);
-        let certificate = params.signed_by(&key, &issuer).map_err(wrong("sign a worker's certificate"))?;
-        Identity::from_pem(&certificate.pem(), &key.serialize_pem(), &self.certificate)
+        let certificate = params.signed_by(key, &issuer).map_err(wrong("sign a worker's certificate"))?;
+        Ok(certificate.pem())
+    }
+}
+
+/// A worker that is to become a member: a key of its own, which never leaves it.
+pub struct Applicant {
+    key: KeyPair,
+}
+
+impl Applicant {
+    pub fn new() -> Result<Applicant> {
+        Ok(Applicant { key: KeyPair::generate().map_err(wrong("make a key"))? })
+    }
+
+    /// Public: the key's other half, signed with it, for [`Authority::sign`].
+    pub fn request_pem(&self) -> Result<String> {
+        let request = CertificateParams::default().serialize_request(&self.key);
+        request.and_then(|request| request.pem()).map_err(wrong("ask for a certificate"))
+    }
+
+    /// With the certificate that came back.
+    pub fn admitted(&self, certificate: &str, authority: &str) -> Result<Identity> {
+        Identity::from_pem(certificate, &self.key.serialize_pem(), authority)
     }
 }
 
@@ -83,7 +125,7 @@ fn wrong<E: fmt::Display>(action: &'static str) -> impl Fn(E) -> Error {
     move |cause| Error::Identity { action, cause: cause.to_string() }
 }
 
-pub(crate) fn server_name(name: &str) -> Result<ServerName<'static>> {
+pub fn server_name(name: &str) -> Result<ServerName<'static>> {
     let name = ServerName::try_from(name.to_owned()).map_err(|_| Error::Identity {
         action: "name a worker",
         cause: format!("{name:?} is not made of letters, digits, hyphens and dots"),
@@ -167,7 +209,7 @@ impl Identity {
 }
 
 /// The AES suite with the shorter key first: bulk data over machines that have AES in hardware.
-fn provider() -> CryptoProvider {
+pub fn provider() -> CryptoProvider {
     use rustls::crypto::ring::cipher_suite::{
         TLS13_AES_128_GCM_SHA256, TLS13_AES_256_GCM_SHA384, TLS13_CHACHA20_POLY1305_SHA256,
     };
@@ -182,7 +224,7 @@ fn provider() -> CryptoProvider {
 }
 
 /// Whether a certificate, whose signature TLS has checked, is this worker's.
-pub(crate) fn bears_name(certificate: &CertificateDer, name: &ServerName) -> bool {
+pub fn bears_name(certificate: &CertificateDer, name: &ServerName) -> bool {
     ParsedCertificate::try_from(certificate)
         .is_ok_and(|parsed| rustls::client::verify_server_name(&parsed, name).is_ok())
 }
