@@ -6,7 +6,7 @@ use shoal_control::{Keeper, controller, worker};
 
 use super::{Happening, World};
 use crate::disk::TornDisk;
-use crate::faults::{Fault, Weather};
+use crate::faults::{FAULTS_END_MS, Fault, Weather};
 
 impl World<'_> {
     pub(super) fn fault(&mut self, fault: Fault) {
@@ -117,7 +117,9 @@ impl World<'_> {
             controller::Event::Wish { job, wish } => {
                 let job = keeper.state().jobs.get(job);
                 let heard = |job: &Job| job.wish == *wish && !job.has_failed() || job.wish == Wish::Cancel;
-                job.is_some_and(|job| !job.is_open() || heard(job))
+                // Long after the last fault there is no such job.
+                let never = self.now_ms > FAULTS_END_MS;
+                job.map_or(never, |job| !job.is_open() || heard(job))
             }
             _ => true,
         };
@@ -151,11 +153,8 @@ impl World<'_> {
             self.place(self.now_ms + 1, Happening::Start { party: Some(node) });
         }
         for job in [JobId(1), JobId(2)] {
-            let wished = self.keeper.as_ref().is_some_and(|keeper| keeper.state().jobs.contains_key(&job));
-            if wished || job == JobId(1) {
-                let fault = Fault::Wish { job, wish: Wish::Run };
-                self.place(self.now_ms + 3_100, Happening::Fault(fault));
-            }
+            let fault = Fault::Wish { job, wish: Wish::Run };
+            self.place(self.now_ms + 3_100, Happening::Fault(fault));
         }
     }
 }
