@@ -9,7 +9,7 @@ use std::env;
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::{Chain, ModelConfig, Precision, presets};
 use shoal_plan::one_device::StepShape;
-use shoal_planner::auto::{self, Shape};
+use shoal_planner::auto::{self, Request, Shape};
 use shoal_planner::mixed::{self, Mixed, PlayError};
 use shoal_planner::pipeline::{self, PipelineWanted};
 
@@ -81,7 +81,7 @@ fn row(label: &str, chain: &Chain, step: StepShape, fleet: &Fleet) -> Result<(),
     let singles = singles.map(|planned| planned.simulated.seconds);
     let pipeline = replicas.chain(singles).fold(f64::INFINITY, f64::min);
     let of_shape = |shape: Shape| {
-        let found = auto::plan(chain, step, fleet, &costs, &[shape]);
+        let found = auto::plan(&Request { shapes: &[shape], ..Request::new(chain, step, fleet, &costs) });
         found.map_or(f64::INFINITY, |found| found.best.simulated.seconds)
     };
     let (sharded, burst) = (of_shape(Shape::Sharded), of_shape(Shape::Burst));
