@@ -15,6 +15,7 @@ mod transfers;
 mod walk;
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -88,9 +89,14 @@ pub struct Executor {
     closed: Option<Closing>,
     /// A tensor that an update was at when the device failed.
     torn: Option<usize>,
+    /// Asked before each instruction whether it may still be done.
+    gate: Option<Gate>,
     /// When each instruction that computes was done, where someone asks: after the first stamp, one for each.
     stamps: Option<(Vec<Stamp>, Vec<Op>)>,
 }
+
+/// Whether what is under way may go on: a lease may have run out, or someone wants it to stop.
+pub type Gate = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// Samples on the device.
 struct Loaded {
@@ -173,6 +179,7 @@ impl Executor {
             progress: None,
             closed: None,
             torn: None,
+            gate: None,
             stamps: None,
         })
     }
@@ -210,6 +217,21 @@ impl Executor {
         std::mem::take(&mut self.clockwork.traced)
     }
 
+    /// The way to the others, which were not to be reached yet when the state was set.
+    pub fn set_fabric(&mut self, fabric: Option<Arc<Fabric>>) {
+        self.fabric = fabric;
+    }
+
+    /// Has programs ask before each instruction, updates among them, whether they may go on; they end with
+    /// [`EngineError::Stopped`] where not, and the state can be settled as after any failure.
+    pub fn set_gate(&mut self, gate: Option<Gate>) {
+        self.gate = gate;
+    }
+
+    pub fn tiers(&self) -> &Tiers {
+        &self.tiers
+    }
+
     /// Runs a verified program of a device that has all to itself.
     pub fn run(&mut self, program: &Program, input: &StepInput) -> Result<StepOutcome> {
         self.run_in(None, program, input)
@@ -230,14 +252,14 @@ impl Executor {
         result
     }
 
-    /// Sets whatever of the state is here: see [`ModelState::load`].
+    /// Sets whatever of the state is here: see [`ModelState::load_ranges`].
     pub fn load_state(
         &mut self,
         states: &[&'static str],
         version: u64,
-        read: impl FnMut(&TensorSpec, &'static str, &mut [f32]) -> Result,
+        read: impl FnMut(&TensorSpec, &'static str, Range<usize>, &mut [f32]) -> Result,
     ) -> Result {
-        self.state.load(&self.tiers, &self.chain, states, version, read)
+        self.state.load_ranges(&self.tiers, &self.chain, states, version, read)
     }
 
     fn execute(&mut self, step: &mut Step, instruction: &Instruction) -> Result {

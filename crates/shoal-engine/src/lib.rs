@@ -4,6 +4,7 @@
 //! - [`state`]: parameters, gradient sums and optimizer state of a model, each with its version.
 //! - [`executor`]: one program, once.
 //! - [`disk`]: state that lies on a disk.
+//! - [`stepping`]: one training step, by its number.
 //! - [`run`]: step after step: data, schedule, evaluation, checkpoints, metrics.
 //! - [`metrics`]: `metrics.jsonl`, one line a step, true across restarts.
 //! - [`identity`]: whether a run folder belongs to this job.
@@ -26,6 +27,7 @@ pub mod metrics;
 pub mod rate;
 pub mod run;
 pub mod state;
+pub mod stepping;
 
 pub use error::EngineError;
 pub use executor::{Executor, Replay, StepInput, StepOutcome, Traced};
