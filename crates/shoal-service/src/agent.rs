@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
-use shoal_control::message::{JobId, ToWorker};
+use shoal_control::message::{JobId, Price, ToWorker};
 use shoal_control::worker::{Action, EngineCommand, EngineEvent, Event};
 use shoal_control::{Settings, Worker};
 
@@ -82,13 +82,14 @@ pub struct Agent {
     membership: Membership,
     /// What this worker says of itself.
     about: String,
+    price: Price,
     happenings: (Sender<Happening>, Receiver<Happening>),
     lease: Arc<Lease>,
 }
 
 impl Agent {
-    pub fn new(membership: Membership, about: String) -> Agent {
-        Agent { membership, about, happenings: channel(), lease: Arc::default() }
+    pub fn new(membership: Membership, about: String, price: Price) -> Agent {
+        Agent { membership, about, price, happenings: channel(), lease: Arc::default() }
     }
 
     /// By which engines, pollers and signals tell it what happens.
@@ -106,12 +107,13 @@ impl Agent {
 
     /// Until the controller has released it after a notice, the notice's time is over, or it is told to quit.
     pub fn run(self, engine: &mut dyn Engine, show: &mut dyn FnMut(Notable)) -> Result {
-        let Agent { membership, about, happenings: (sender, receiver), lease } = self;
+        let Agent { membership, about, price, happenings: (sender, receiver), lease } = self;
         let tls = tls::member(&membership.identity)?;
         let uplink = Uplink::start(membership.target.clone(), tls, membership.name.clone(), sender)?;
         let mut duty = Duty {
             name: membership.name.clone(),
             about,
+            price,
             worker: None,
             uplink,
             lease,
@@ -138,6 +140,7 @@ impl Agent {
 struct Duty {
     name: String,
     about: String,
+    price: Price,
     /// From the first connection on, which says what to live by.
     worker: Option<(Settings, Worker)>,
     uplink: Uplink,
@@ -215,6 +218,7 @@ impl Duty {
                 None => {
                     let settings = settings.check()?;
                     let worker = Worker::new(settings, &self.name, &self.about, unix_ms());
+                    let worker = worker.priced(self.price);
                     self.worker = Some((settings, worker));
                 }
             },

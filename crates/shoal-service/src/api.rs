@@ -262,11 +262,9 @@ impl Api {
         let following = || guard::numbers(query, ["after", "wait_ms"]).ok_or_else(wrong_query);
         match route.endpoint {
             Endpoint::Workers => Ok(said(&json!({ "workers": self.desk.look(view::workers).await? }))),
-            Endpoint::Jobs => {
-                Ok(said(&json!({ "jobs": self.desk.look(|state, _| view::jobs(state)).await? })))
-            }
+            Endpoint::Jobs => Ok(said(&json!({ "jobs": self.desk.look(view::jobs).await? }))),
             Endpoint::Job => {
-                let view = self.desk.look(move |state, _| view::job(state, job)).await?;
+                let view = self.desk.look(move |sight| view::job(sight, job)).await?;
                 Ok(said(&view.ok_or_else(|| no_such_job(job))?))
             }
             Endpoint::Submit => self.submit(read(parts, body).await?).await,
@@ -292,9 +290,7 @@ impl Api {
                 "a job's name has 1 to {NAME_BYTES_MAX} bytes, without control characters"
             )));
         }
-        if spec.steps == 0 || spec.workers_max == 0 || spec.workers_min > spec.workers_max {
-            return Err(bad("a job has steps, and room for the workers that it needs at least"));
-        }
+        spec.check().map_err(|error| bad(error.to_string()))?;
         let (api, description) = (self.clone(), spec.description.clone());
         let checked = blocking(move || api.planner.check(&description)).await?;
         checked.map_err(|why| Refusal::new(422, "description", why))?;
@@ -304,7 +300,7 @@ impl Api {
 
     async fn wish(&self, job: JobId, wish: Wish) -> Answer {
         self.desk.wish(job, wish).await?;
-        let view = self.desk.look(move |state, _| view::job(state, job)).await?;
+        let view = self.desk.look(move |sight| view::job(sight, job)).await?;
         Ok(said(&view.ok_or_else(|| no_such_job(job))?))
     }
 
@@ -326,11 +322,11 @@ impl Api {
         loop {
             newest.mark_unchanged();
             written.mark_unchanged();
-            let look = move |state: &_, _: &_| view::job(state, job);
-            let view = self.desk.look(look).await?.ok_or_else(|| no_such_job(job))?;
+            let view =
+                self.desk.look(move |sight| view::job(sight, job)).await?.ok_or_else(|| no_such_job(job))?;
             let lines = self.books.after(job, after, view.step);
             let lines = lines.map_err(|error| Refusal::new(500, "books", error.to_string()))?;
-            let ended = matches!(view.state.as_str(), "done" | "cancelled");
+            let ended = matches!(view.state.as_str(), "done" | "cancelled" | "failed");
             if !lines.is_empty() || ended || tokio::time::Instant::now() >= until {
                 return Ok(said(&json!({ "lines": lines, "job": view })));
             }

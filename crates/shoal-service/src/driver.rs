@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use shoal_control::controller::record::Record;
+use shoal_control::controller::record::{Change, Record};
 use shoal_control::controller::state::{JobSpec, State, Wish};
 use shoal_control::controller::{Action, Event, Step};
 use shoal_control::disk;
@@ -38,8 +38,17 @@ pub struct Link {
 /// By the name in each connection's certificate.
 pub type Links = BTreeMap<String, Link>;
 
-/// Looks at all there is, on the controller's thread.
-pub type Look = Box<dyn FnOnce(&State, &Links) + Send>;
+/// All there is to see.
+#[derive(Clone, Copy)]
+pub struct Sight<'a> {
+    pub state: &'a State,
+    pub links: &'a Links,
+    /// Why there is no plan for jobs that wait for one.
+    pub refusals: &'a BTreeMap<JobId, String>,
+}
+
+/// Looks at it, on the controller's thread.
+pub type Look = Box<dyn FnOnce(Sight) + Send>;
 
 pub enum Ask {
     Connected {
@@ -101,10 +110,10 @@ impl Desk {
 
     pub async fn look<T: Send + 'static>(
         &self,
-        look: impl FnOnce(&State, &Links) -> T + Send + 'static,
+        look: impl FnOnce(Sight) -> T + Send + 'static,
     ) -> std::result::Result<T, Refusal> {
         let (reply, answer) = oneshot::channel();
-        self.tell(Ask::Look(Box::new(move |state, links| drop(reply.send(look(state, links))))));
+        self.tell(Ask::Look(Box::new(move |sight| drop(reply.send(look(sight))))));
         answer.await.map_err(|_| ended())
     }
 }
@@ -123,6 +132,7 @@ pub struct Driver {
     names: BTreeMap<WorkerId, String>,
     /// Counted steps whose lines have not come, and since when.
     owed: BTreeMap<(JobId, u64), (Closing, u64)>,
+    refusals: BTreeMap<JobId, String>,
     complaints: crate::Complaints,
 }
 
@@ -170,8 +180,12 @@ impl Driver {
             links: Links::new(),
             names,
             owed: BTreeMap::new(),
+            refusals: BTreeMap::new(),
             complaints,
         };
+        for noted in history.all() {
+            driver.note_refusal(&noted.record);
+        }
         driver.act(first)?;
         Ok((driver, desk, history, books))
     }
@@ -227,7 +241,9 @@ impl Driver {
                 }
                 let _ = reply.send(refusal.map_or(Ok(()), Err));
             }
-            Ask::Look(look) => look(self.keeper.state(), &self.links),
+            Ask::Look(look) => {
+                look(Sight { state: self.keeper.state(), links: &self.links, refusals: &self.refusals });
+            }
             Ask::Stop => {}
         }
         Ok(())
@@ -295,8 +311,21 @@ impl Driver {
     fn note(&mut self, record: &Record, now_ms: u64) {
         match record {
             Record::Joined { worker, name, .. } => drop(self.names.insert(*worker, name.clone())),
-            Record::Committed { job, step, closing: Some(closing) } => {
+            Record::Job { job, change: Change::Committed { step, closing: Some(closing) }, .. } => {
                 self.owed.insert((*job, *step), (*closing, now_ms));
+            }
+            _ => {}
+        }
+        self.note_refusal(record);
+    }
+
+    fn note_refusal(&mut self, record: &Record) {
+        match record {
+            Record::Job { job, change: Change::Refused { reason }, .. } => {
+                self.refusals.insert(*job, reason.clone());
+            }
+            Record::Job { job, change: Change::Moving { .. } | Change::Rested { .. }, .. } => {
+                self.refusals.remove(job);
             }
             _ => {}
         }

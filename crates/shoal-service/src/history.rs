@@ -102,6 +102,11 @@ impl History {
         inner.events.range(from..).take(ANSWER_MAX).cloned().collect()
     }
 
+    /// All that are remembered.
+    pub fn all(&self) -> Vec<Noted> {
+        self.lock().events.iter().cloned().collect()
+    }
+
     pub fn newest(&self) -> watch::Receiver<u64> {
         self.newest.subscribe()
     }

@@ -2,12 +2,11 @@
 
 use std::fmt::Write;
 
-use shoal_control::controller::state::State;
-
-use crate::driver::Links;
+use crate::driver::Sight;
 use crate::view;
 
-pub fn text(state: &State, links: &Links) -> String {
+pub fn text(sight: Sight) -> String {
+    let Sight { state, links, .. } = sight;
     let mut out = String::new();
     let leaving = state.members.values().filter(|member| member.leaves_by_ms.is_some()).count();
     let aside = state.members.values().filter(|member| member.quarantined_until_ms.is_some()).count();
@@ -23,7 +22,7 @@ pub fn text(state: &State, links: &Links) -> String {
         ("shoal_job_plans_total", "Plans that the job has had.", |job| job.epoch),
         ("shoal_job_workers", "Workers that run it.", |job| job.workers.len() as u64),
     ];
-    let jobs = view::jobs(state);
+    let jobs = view::jobs(sight);
     for (name, help, figure) in figures {
         head(&mut out, name, help);
         for job in &jobs {

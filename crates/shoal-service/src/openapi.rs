@@ -68,7 +68,7 @@ fn schemas() -> Value {
         "Refusal": object(&["code", "message"], json!({ "code": text, "message": text, "hint": text })),
         "JobSpec": object(
             &[
-                "name", "class", "priority", "steps", "workers_min", "workers_max", "checkpoint_every_steps",
+                "name", "class", "priority", "steps", "workers_min", "workers_max", "checkpoint_every",
                 "checkpoints_kept", "description",
             ],
             json!({
@@ -76,7 +76,13 @@ fn schemas() -> Value {
                 "class": { "enum": ["foreground", "background"] },
                 "priority": { "type": "integer" },
                 "steps": count, "workers_min": count, "workers_max": count,
-                "checkpoint_every_steps": count, "checkpoints_kept": count,
+                "checkpoint_every": {
+                    "oneOf": [
+                        { "const": "auto" },
+                        { "type": "object", "required": ["steps"], "properties": { "steps": count } },
+                    ],
+                },
+                "checkpoints_kept": count,
                 "description": text,
             }),
         ),

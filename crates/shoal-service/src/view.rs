@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use shoal_control::controller::state::{Class, Job, Member, Phase, Rest, State, Wish};
+use shoal_control::controller::state::{Class, Job, Member, Phase, Rest, Wish};
 use shoal_control::message::{JobId, WorkerId};
 
-use crate::driver::Links;
+use crate::driver::Sight;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerView {
@@ -30,7 +30,7 @@ pub struct WorkerView {
 pub struct JobView {
     pub job: u64,
     pub name: String,
-    /// queued, planning, moving, running, stopping, saving, paused, done, cancelled.
+    /// queued, planning, moving, running, stopping, saving, paused, failed, done, cancelled.
     pub state: String,
     pub wish: Wish,
     pub class: Class,
@@ -47,9 +47,11 @@ pub struct JobView {
     /// Plans so far.
     pub epoch: u64,
     pub predicted_step_ms: Option<u64>,
+    /// Why it does not go on, where it does not.
+    pub reason: Option<String>,
 }
 
-pub fn workers(state: &State, links: &Links) -> Vec<WorkerView> {
+pub fn workers(Sight { state, links, .. }: Sight) -> Vec<WorkerView> {
     // Once a job, not once a worker and job: there may be a thousand of the one and a hundred of the other.
     let mut jobs: BTreeMap<WorkerId, Vec<u64>> = BTreeMap::new();
     for (id, job) in &state.jobs {
@@ -68,15 +70,15 @@ pub fn workers(state: &State, links: &Links) -> Vec<WorkerView> {
     state.members.iter().map(view).collect()
 }
 
-pub fn jobs(state: &State) -> Vec<JobView> {
-    state.jobs.iter().map(|(id, job)| view(state, *id, job)).collect()
+pub fn jobs(sight: Sight) -> Vec<JobView> {
+    sight.state.jobs.iter().map(|(id, job)| view(sight, *id, job)).collect()
 }
 
-pub fn job(state: &State, id: JobId) -> Option<JobView> {
-    state.jobs.get(&id).map(|job| view(state, id, job))
+pub fn job(sight: Sight, id: JobId) -> Option<JobView> {
+    sight.state.jobs.get(&id).map(|job| view(sight, id, job))
 }
 
-fn view(state: &State, id: JobId, job: &Job) -> JobView {
+fn view(Sight { state, refusals, .. }: Sight, id: JobId, job: &Job) -> JobView {
     let plan = match &job.phase {
         Phase::Moving { plan, .. } => Some(plan),
         _ => job.held(),
@@ -101,6 +103,7 @@ fn view(state: &State, id: JobId, job: &Job) -> JobView {
         workers: plan.map(|plan| plan.members.iter().map(name).collect()).unwrap_or_default(),
         epoch: job.epoch.0,
         predicted_step_ms: plan.map(|plan| plan.step_ms),
+        reason: job.failure.clone().or_else(|| refusals.get(&id).cloned()),
     }
 }
 
@@ -108,6 +111,7 @@ pub fn phase_name(phase: &Phase) -> &'static str {
     match phase {
         Phase::Resting(Rest::Queued) => "queued",
         Phase::Resting(Rest::Paused) => "paused",
+        Phase::Resting(Rest::Failed) => "failed",
         Phase::Resting(Rest::Done) => "done",
         Phase::Resting(Rest::Cancelled) => "cancelled",
         Phase::Planning { .. } => "planning",

@@ -4,7 +4,7 @@
 mod common;
 
 use common::*;
-use shoal_control::message::{JobId, Report, Status, ToController, WorkerId};
+use shoal_control::message::{JobId, Price, Report, Status, ToController, WorkerId};
 use shoal_net::identity::{Applicant, Authority};
 use shoal_service::api::{self, JoinRequest, Peer, TokenRequest};
 use shoal_service::http::Target;
@@ -72,7 +72,8 @@ fn what_is_read_from_others_never_panics() {
         leaving_in_ms: Some(1),
         jobs: [(JobId(1), Status::default())].into(),
     };
-    let join = ToController::Join { name: "one".into(), boot: 1, about: "{}".into() };
+    let join =
+        ToController::Join { name: "one".into(), boot: 1, about: "{}".into(), price: Price::default() };
     let record = serde_json::json!({ "loss": 1.5, "mfu": { "cpu": 0.5 } });
     let line = StepLine { step: 4, record: record.as_object().expect("an object").clone() };
     let ups = [

@@ -4,7 +4,7 @@ mod common;
 
 use common::*;
 use shoal_control::controller::record::Record;
-use shoal_control::message::{Report, ToController, WorkerId};
+use shoal_control::message::{Price, Report, ToController, WorkerId};
 use shoal_service::agent::{Happening, Notable};
 use shoal_service::client::Client;
 use shoal_service::server::Controller;
@@ -165,7 +165,12 @@ fn a_worker_speaks_for_nobody_else() {
 
     // Another's name: the connection is cut, and nobody has been replaced.
     let about = "{}".to_owned();
-    uplink.say(Up::Control(ToController::Join { name: "one".into(), boot: u64::MAX, about }));
+    uplink.say(Up::Control(ToController::Join {
+        name: "one".into(),
+        boot: u64::MAX,
+        about,
+        price: Price::default(),
+    }));
     next(|happening| matches!(happening, Happening::Disconnected));
     assert_eq!(client.workers().expect("workers")[0].worker, one.0);
 }

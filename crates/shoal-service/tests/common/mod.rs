@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use shoal_control::Settings;
 use shoal_control::controller::Proposal;
-use shoal_control::controller::state::{Class, JobSpec};
-use shoal_control::message::{Checkpoint, Epoch, JobId, Plan};
+use shoal_control::controller::state::{Class, Interval, JobSpec};
+use shoal_control::message::{Checkpoint, Epoch, JobId, Plan, Price, Saved, Spent};
 use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_plan::{Closing, Standing};
 use shoal_service::Complaints;
@@ -90,7 +90,7 @@ pub fn spec(name: &str, steps: u64) -> JobSpec {
         steps,
         workers_min: 1,
         workers_max: 1,
-        checkpoint_every_steps: 20,
+        checkpoint_every: Interval::Steps(20),
         checkpoints_kept: 1,
         description: "a toy".into(),
     }
@@ -156,7 +156,7 @@ impl TestWorker {
 
     pub fn of(membership: Membership) -> TestWorker {
         let name = membership.name.clone();
-        let agent = Agent::new(membership, "{\"toy\":true}".into());
+        let agent = Agent::new(membership, "{\"toy\":true}".into(), Price::default());
         let happenings = agent.sender();
         let mut engine = Toy { happenings: happenings.clone(), lease: agent.lease(), runs: BTreeMap::new() };
         let shown: Arc<Mutex<Vec<Notable>>> = Arc::default();
@@ -238,7 +238,7 @@ impl ToyRun {
     /// Its part of the checkpoint, once it has come to that step.
     fn save(&self, step: u64) -> Option<EngineEvent> {
         let asked = self.save.lock().expect("not poisoned").take_if(|asked| asked.step <= step)?;
-        Some(EngineEvent::Saved { id: asked.id, done: asked.step == step })
+        Some(EngineEvent::Saved(Saved { id: asked.id, done: asked.step == step, cost_ms: 0 }))
     }
 
     fn go(&self, job: JobId, epoch: Epoch, steps: u64, lease: &Lease, happenings: &Sender<Happening>) {
@@ -257,7 +257,7 @@ impl ToyRun {
             let line =
                 StepLine { step: standing.step, record: record.as_object().expect("an object").clone() };
             let _ = happenings.send(Happening::Line { job, line });
-            tell(EngineEvent::Moved { epoch, standing, pace: None });
+            tell(EngineEvent::Moved { epoch, standing, pace: None, spent: Spent::default() });
         }
         tell(EngineEvent::Halted { epoch, standing, culprit: None });
     }
