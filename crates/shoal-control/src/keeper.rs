@@ -53,6 +53,9 @@ impl<D: Disk> Keeper<D> {
     /// Takes in an event, and gives what may now be done and told. After an error nothing more may be done with it: what is on the disk is for the next to find out.
     pub fn step(&mut self, now_ms: u64, event: Event) -> Result<Step, LogError> {
         let step = self.controller.step(now_ms, event);
+        if let Some(misfit) = step.misfit {
+            return Err(LogError::Undecided(misfit));
+        }
         if !step.records.is_empty() {
             self.log.append(&step.records)?;
             if self.bug != Some(Bug::SayBeforeSync) {

@@ -1,6 +1,6 @@
 //! What must hold after every event. The rules are those of this crate's head.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use shoal_control::controller::state::{Base, Job, Phase, Rest, State};
 use shoal_control::message::{Epoch, JobId, Plan};
@@ -26,6 +26,8 @@ pub struct Checks {
     left: Option<State>,
     /// Of the controller's state when it was last looked at.
     seen: u64,
+    /// Jobs that have had a complete checkpoint.
+    saved: BTreeSet<JobId>,
 }
 
 impl Checks {
@@ -157,9 +159,15 @@ impl Checks {
                 let sentence = format!("{id:?} {:?} began at {began} before its state was there", job.epoch);
                 return Some(("one plan", sentence));
             }
-            for checkpoint in &job.checkpoints {
+            if !job.checkpoints.is_empty() {
+                self.saved.insert(*id);
+            }
+            if job.base == Base::Fresh && self.saved.contains(id) {
+                return Some(("nothing begun anew", format!("{id:?} had checkpoints, and has no state")));
+            }
+            for checkpoint in job.checkpoints.iter().chain(&job.unreadable) {
                 for part in 0..SLICES {
-                    let slice = world.store.read(*id, checkpoint.id, part);
+                    let slice = world.store.written(*id, checkpoint.id, part);
                     let right = slice.filter(|slice| slice.version == checkpoint.step);
                     if !right.is_some_and(|slice| slice.is_right(*id, part, &mut self.rights)) {
                         let sentence = format!("{id:?} {checkpoint:?} counts, but part {part} is {slice:?}");

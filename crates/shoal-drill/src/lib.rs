@@ -18,7 +18,11 @@
 //! 5. **One version.** All slices are at the same one when a plan starts, and at the one that the controller says.
 //! 6. **Nothing said that can be forgotten.** A controller that starts again knows all that it had told anyone.
 //! 7. **Nothing given up.** No job goes back to a checkpoint while every slice has a living holder.
-//! 8. **Progress.** Once faults stop, every job that is not cancelled is done within a bounded time.
+//! 8. **Progress.** Once faults stop, every job that is not cancelled is done within a bounded time, or rests as failed
+//!    because nothing that it was saved in can be read.
+//! 9. **Nothing begun anew.** A job that had a complete checkpoint never begins from nothing.
+//! 10. **Room is made.** What comes from storage does not meet old state that nobody needs.
+//! 11. **Every record fits.** The controller comes to no decision that its own log would not take.
 
 mod checks;
 mod coverage;

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::state::{Job, Phase, Rest, State, Wish};
+use super::state::{Job, State, Wish};
 use crate::message::{JobId, WorkerId};
 
 pub type Targets = BTreeMap<JobId, BTreeSet<WorkerId>>;
@@ -43,7 +43,7 @@ pub fn available(state: &State, targets: &Targets, job: JobId) -> BTreeSet<Worke
 }
 
 fn wants(job: &Job) -> bool {
-    job.wish == Wish::Run && !matches!(job.phase, Phase::Resting(Rest::Done | Rest::Cancelled))
+    job.wish == Wish::Run && job.is_open() && !job.has_failed()
 }
 
 /// How many workers each job gets. Groups of the same class and priority are served one after the other; within a group
