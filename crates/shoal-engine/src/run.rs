@@ -32,7 +32,7 @@ pub enum Interval {
 }
 
 /// Which generator the seed belongs to, as checkpoints record it: draws are a pure function of these.
-const RNG: &str = "mix(seed, step, sample, layer, site, element) 1";
+pub const RNG: &str = "mix(seed, step, sample, layer, site, element) 1";
 
 /// Steps whose traces are kept.
 const TRACED_STEPS: usize = 20;
