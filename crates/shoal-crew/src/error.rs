@@ -1,6 +1,6 @@
 //! What can keep a crew from doing what it is told. Each error knows which of the plan's workers is to blame, if one is.
 
-use shoal_control::message::WorkerId;
+use shoal_control::message::{Obstacle, WorkerId};
 use shoal_engine::EngineError;
 use shoal_kernels::device::DeviceError;
 use thiserror::Error;
@@ -40,6 +40,20 @@ impl CrewError {
             CrewError::Unreachable { worker, .. } => Some(*worker),
             CrewError::Net { culprit, .. } => *culprit,
             _ => None,
+        }
+    }
+
+    /// What kept this worker from its state, as the controller is told.
+    pub(crate) fn obstacle(&self) -> Obstacle {
+        match self {
+            CrewError::Engine(error) if lacks_room(error) => Obstacle::Room,
+            CrewError::Checkpoint { .. } | CrewError::NoStore | CrewError::Lost { .. } => {
+                Obstacle::Source(self.to_string())
+            }
+            _ => match self.culprit() {
+                Some(worker) => Obstacle::Peer(worker),
+                None => Obstacle::Worker(self.to_string()),
+            },
         }
     }
 }

@@ -103,9 +103,8 @@ impl Hands {
             // It was let go of: nobody waits for it.
             Err(_) if brake.is_pulled() => {}
             Err(error) => {
-                let culprit = error.culprit();
                 self.note(Some(epoch), format!("the new plan's state could not be had: {error}"), false);
-                self.tell(EngineEvent::NotInstalled { epoch, culprit });
+                self.tell(EngineEvent::NotInstalled { epoch, obstacle: error.obstacle() });
             }
         }
     }

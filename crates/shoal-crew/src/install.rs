@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use shoal_control::message::{Epoch, Installation, Source, WorkerId};
+use shoal_control::message::{Checkpoint, Epoch, Installation, Source, Spent, WorkerId};
 use shoal_engine::{EngineError, Executor, LossScale, ModelState};
 use shoal_model::Precision;
 use shoal_plan::{Layout, Plan, Program, compile, verify};
@@ -65,6 +65,7 @@ impl Hands {
             predicted_ms: installation.plan.step_ms,
             step: installation.source.step(),
             loss_scale,
+            spent: Spent::default(),
             began: Instant::now(),
             body: Body::Executor(Box::new(executor)),
         }))
@@ -122,7 +123,7 @@ impl Hands {
 
     fn fill_saved(
         &mut self,
-        checkpoint: shoal_control::message::Checkpoint,
+        checkpoint: Checkpoint,
         plan: Option<&Arc<Plan>>,
         state: &mut Option<ModelState>,
     ) -> Result<Option<LossScale>> {

@@ -79,18 +79,40 @@ impl Peers {
         Ok(Some(fabric))
     }
 
-    /// What a failure of the network means: whom it was waited for in vain. One that was told to stop, or stopped because
-    /// of another, is not to blame: whoever is says so itself, or is heard of no more.
+    /// What a failure of the network means: whom it was waited for in vain. Who stopped by itself is not among them: it
+    /// was told to, or says itself why, or did so because of another.
     pub fn failure(&self, error: Error, fabric: Option<&Fabric>) -> CrewError {
         let rank = match &error {
             Error::PeerLost { rank, .. } => Some(*rank),
             Error::Join { ranks, .. } => ranks.first().copied(),
-            Error::Late { peer, .. } => {
-                fabric.and_then(|fabric| (0..fabric.size()).find(|rank| fabric.name(*rank) == peer))
-            }
+            Error::Late { peer, .. } => rank_called(fabric, peer),
             _ => None,
         };
+        self.blame(error, rank)
+    }
+
+    /// The same where everyone goes on to the end: who stops has kept the others from theirs, whatever its reason.
+    pub fn broken_off(&self, error: Error, fabric: Option<&Fabric>) -> CrewError {
+        match &error {
+            Error::Aborted { by, .. } => {
+                let rank = rank_called(fabric, by);
+                self.blame(error, rank)
+            }
+            Error::PeerLeft { rank, .. } => {
+                let rank = Some(*rank);
+                self.blame(error, rank)
+            }
+            _ => self.failure(error, fabric),
+        }
+    }
+
+    fn blame(&self, error: Error, rank: Option<usize>) -> CrewError {
         let culprit = rank.and_then(|rank| self.workers.get(rank)).copied();
         CrewError::Net { error, culprit: culprit.filter(|worker| *worker != self.workers[self.rank]) }
     }
+}
+
+fn rank_called(fabric: Option<&Fabric>, name: &str) -> Option<usize> {
+    let fabric = fabric?;
+    (0..fabric.size()).find(|rank| fabric.name(*rank) == name)
 }

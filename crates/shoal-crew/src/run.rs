@@ -1,15 +1,16 @@
 //! Step after step, until the last one, until told to stop, or until a peer fails. Before each instruction the lease is
 //! asked; between two steps commands are looked at. However it ends, it ends with where the slices stand.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use shoal_control::message::{Epoch, WorkerId};
+use shoal_control::message::{Epoch, Spent, WorkerId};
 use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_engine::executor::Gate;
 use shoal_engine::stepping::{Work, is_shared};
 use shoal_engine::{EngineError, Traced};
-use shoal_plan::{Lane, Layout, Program, Standing};
+use shoal_plan::{Instruction, Lane, Layout, Op, Program, Standing};
 
 use crate::brake::{Brake, Stops};
 use crate::error::{CrewError, Result};
@@ -123,20 +124,27 @@ impl Hands {
                 return Ok(());
             }
             let (step, loss_scale) = (share.step, share.loss_scale);
-            let timed = share.work_ms.filter(|_| step.is_multiple_of(assembled.timed_every.max(1)));
+            let every = assembled.timed_every.max(1);
+            let timed = step.is_multiple_of(every);
             let terms = terms_of(assembled, &order);
             share.began = Instant::now();
             let program = share.program.clone();
             let executor = share.executor().ok_or(CrewError::Stopped)?;
-            executor.set_traces(timed.is_some());
+            executor.set_traces(timed);
             let work = Work { plan: &plan, program: &program, layout };
             let outcome = terms.train(executor, work, step, loss_scale)?;
             let traced = executor.take_traced();
             let standing = executor.standing()?;
             let record = share.complete(&terms, &outcome);
-            let pace = timed.map(|work_ms| (step, percent(own_work_ms(&program, &traced), work_ms)));
+            let own = OwnWork::of(&program, &traced);
+            if timed {
+                own.add_to(&mut share.spent, every);
+            }
+            let predicted_ms = share.work_ms.filter(|_| timed);
+            let pace = predicted_ms.map(|work_ms| (step, percent(own.useful_ms + own.recompute_ms, work_ms)));
+            let spent = share.spent;
             self.crewed.tell_step(self.job, epoch, record);
-            self.tell(EngineEvent::Moved { epoch, standing, pace });
+            self.tell(EngineEvent::Moved { epoch, standing, pace, spent });
             self.look(epoch, bounds, brake, later);
         }
     }
@@ -181,11 +189,35 @@ fn blamed(culprit: Option<WorkerId>, brake: &Brake) -> Option<WorkerId> {
     culprit.filter(|_| !brake.is_pulled())
 }
 
-/// What this worker's own instructions took: all but those that are waited for on the network.
-fn own_work_ms(program: &Program, traced: &[Traced]) -> f64 {
-    let own = |id: u32| program.instructions.iter().any(|next| next.id == id && next.lane != Lane::Network);
-    let seconds = traced.iter().filter(|traced| own(traced.id)).map(|traced| traced.end - traced.start);
-    1e3 * seconds.sum::<f64>()
+/// What this worker's own instructions took in a step: all but those that are waited for on the network.
+struct OwnWork {
+    useful_ms: f64,
+    recompute_ms: f64,
+}
+
+impl OwnWork {
+    fn of(program: &Program, traced: &[Traced]) -> OwnWork {
+        let mut own = OwnWork { useful_ms: 0.0, recompute_ms: 0.0 };
+        let by_id: HashMap<u32, &Instruction> =
+            program.instructions.iter().map(|next| (next.id, next)).collect();
+        for Traced { id, start, end } in traced {
+            match by_id.get(id) {
+                Some(next) if matches!(next.op, Op::Recompute { .. }) => {
+                    own.recompute_ms += 1e3 * (end - start)
+                }
+                Some(next) if next.lane != Lane::Network => own.useful_ms += 1e3 * (end - start),
+                _ => {}
+            }
+        }
+        own
+    }
+
+    /// Steps that were not timed are taken for like this one. Waiting is not told apart by what it was for.
+    fn add_to(&self, spent: &mut Spent, steps: u64) {
+        let whole = |ms: f64| (ms * steps as f64).round() as u64;
+        let (useful_ms, recompute_ms) = (whole(self.useful_ms), whole(self.recompute_ms));
+        spent.add(&Spent { useful_ms, recompute_ms, bubble_ms: 0 });
+    }
 }
 
 fn percent(took_ms: f64, predicted_ms: f64) -> u32 {

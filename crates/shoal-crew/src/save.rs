@@ -5,8 +5,9 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
-use shoal_control::message::{Save, WorkerId};
+use shoal_control::message::{Save, Saved, WorkerId};
 use shoal_control::worker::EngineEvent;
 use shoal_engine::EngineError;
 use shoal_engine::run::RNG;
@@ -61,18 +62,17 @@ impl Hands {
             return;
         }
         let (epoch, save) = self.wanted.take().expect("it was looked at");
+        let began = Instant::now();
+        self.wait_for_writer();
         let begun = match self.shares[&epoch].is_at(step) {
-            true => self.begin_save(&self.shares[&epoch], &save),
+            true => self.begin_save(&self.shares[&epoch], &save, began),
             false => Err(CrewError::NotHeld { epoch: epoch.0, step, what: "its state is past that".into() }),
         };
         match begun {
-            Ok(writer) => {
-                self.wait_for_writer();
-                self.writer = writer;
-            }
+            Ok(writer) => self.writer = writer,
             Err(error) => {
                 self.note(Some(epoch), format!("the checkpoint of step {step} lacks a part: {error}"), false);
-                self.tell(EngineEvent::Saved { id, done: false });
+                self.tell(EngineEvent::Saved(saved(id, false, began)));
             }
         }
     }
@@ -85,7 +85,7 @@ impl Hands {
     }
 
     /// Copies this worker's part and has it written, or writes it.
-    fn begin_save(&self, share: &Share, save: &Save) -> Result<Option<Writer>> {
+    fn begin_save(&self, share: &Share, save: &Save, began: Instant) -> Result<Option<Writer>> {
         let assembled = self.assembled()?;
         let store = assembled.store.clone().ok_or(CrewError::NoStore)?;
         let own = share.peers.workers[share.peers.rank];
@@ -104,6 +104,8 @@ impl Hands {
         match copies(share, &part, &assembled.tiers.host) {
             Ok(copies) => {
                 let (crewed, job) = (self.crewed.clone(), self.job);
+                // What is left goes on beside training.
+                let told = saved(id, true, began);
                 let write = move || {
                     let written = part.write(&store, |place| Ok(Cow::Borrowed(copies[place].floats())));
                     if let Err(error) = &written {
@@ -114,7 +116,7 @@ impl Hands {
                             false,
                         );
                     }
-                    crewed.tell(job, EngineEvent::Saved { id, done: written.is_ok() });
+                    crewed.tell(job, EngineEvent::Saved(Saved { done: written.is_ok(), ..told }));
                 };
                 let named = std::thread::Builder::new().name(format!("save of job {}", job.0));
                 let started = named.spawn(write).map_err(|source| EngineError::Thread { source })?;
@@ -122,7 +124,7 @@ impl Hands {
             }
             Err(CrewError::Engine(error)) if lacks_room(&error) => {
                 part.write(&store, |place| part.read(share, place))?;
-                self.tell(EngineEvent::Saved { id, done: true });
+                self.tell(EngineEvent::Saved(saved(id, true, began)));
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -160,6 +162,11 @@ impl Hands {
         }
         Ok(named)
     }
+}
+
+/// What became of a part, and how long training was held up for it.
+fn saved(id: u64, done: bool, began: Instant) -> Saved {
+    Saved { id, done, cost_ms: began.elapsed().as_millis() as u64 }
 }
 
 /// A slice in one role, as it is found here and as checkpoints call it.

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use shoal_control::message::{Epoch, WorkerId};
+use shoal_control::message::{Epoch, Spent, WorkerId};
 use shoal_engine::disk::DiskSlice;
 use shoal_engine::metrics::StepRecord;
 use shoal_engine::state::{HeldSlice, Kept};
@@ -35,6 +35,8 @@ pub struct Share {
     pub step: u64,
     /// In fp16, as of that step.
     pub loss_scale: Option<LossScale>,
+    /// Where this worker's time under the plan went.
+    pub spent: Spent,
     /// When the step under way began.
     pub began: Instant,
     pub body: Body,

@@ -198,7 +198,7 @@ fn failure(error: EngineError, fabric: Option<&Arc<Fabric>>, peers: &Peers) -> C
     match error {
         EngineError::Net(error) => {
             let first = fabric.and_then(Fabric::failure).unwrap_or(error);
-            peers.failure(first, fabric)
+            peers.broken_off(first, fabric)
         }
         other => other.into(),
     }
