@@ -292,8 +292,8 @@ impl Api {
         }
         spec.check().map_err(|error| bad(error.to_string()))?;
         let (api, description) = (self.clone(), spec.description.clone());
-        let checked = blocking(move || api.planner.check(&description)).await?;
-        checked.map_err(|why| Refusal::new(422, "description", why))?;
+        let taken = blocking(move || api.planner.take(&description)).await?;
+        taken.map_err(|why| Refusal::new(422, "description", why))?;
         let job = self.desk.submit(spec).await?;
         Ok(said(&json!({ "job": job })))
     }

@@ -13,8 +13,8 @@ const PLANNERS_MAX: usize = 2;
 
 /// What the controller needs of those who know what jobs and plans are.
 pub trait Planner: Send + Sync + 'static {
-    /// Whether a job can be read, before it is taken.
-    fn check(&self, description: &str) -> Result<(), String>;
+    /// Reads a job and takes it on, or says why not.
+    fn take(&self, description: &str) -> Result<(), String>;
     /// The best plan for a job on these workers, or why there is none.
     fn plan(&self, question: &Question) -> Result<Proposal, String>;
     /// All other checkpoints of the job, whole or not, may be removed.

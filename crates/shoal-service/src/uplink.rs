@@ -94,7 +94,12 @@ async fn keep_up(
     }
 }
 
-async fn connect(target: &Target, tls: &Arc<ClientConfig>, name: &str) -> Result<WebSocketStream<Stream>> {
+/// One connection, as the worker of that name.
+pub async fn connect(
+    target: &Target,
+    tls: &Arc<ClientConfig>,
+    name: &str,
+) -> Result<WebSocketStream<Stream>> {
     let stream = open(target, Some(tls)).await.map_err(|failure| failure.at(target))?;
     let wrong = |cause: String| Error::Answer { url: target.to_string(), cause };
     let url = format!("wss://{}/api/v1/channel", target.authority());

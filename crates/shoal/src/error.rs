@@ -15,6 +15,8 @@ pub enum CliError {
     Engine(#[from] EngineError),
     #[error(transparent)]
     Fleet(#[from] shoal_fleet::Error),
+    #[error(transparent)]
+    Service(#[from] shoal_service::Error),
 }
 
 impl CliError {
@@ -34,6 +36,7 @@ impl CliError {
             CliError::File { .. } => Some("check that the path exists and can be read and written".into()),
             CliError::Engine(error) => error.hint(),
             CliError::Fleet(error) => error.hint(),
+            CliError::Service(error) => error.hint(),
         }
     }
 }

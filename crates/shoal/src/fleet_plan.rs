@@ -34,7 +34,7 @@ pub struct FleetOptions {
 }
 
 /// Machines that may be lost at once, where neither job nor command says how many.
-const SURVIVE_DEFAULT: usize = 1;
+pub const SURVIVE_DEFAULT: usize = 1;
 
 /// Losses that state is to survive by its mirrors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,6 +6,7 @@ mod error;
 mod fleet_plan;
 mod in_a_box;
 mod job;
+mod live;
 mod machine;
 mod model_folder;
 mod preprocessor;
@@ -18,8 +19,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::commands::{
-    bench, demo, doctor, export, generate, init, lab, plan, profile, simulate, train, validate, verify,
-    worker,
+    bench, demo, doctor, events, export, generate, init, join, lab, logs, plan, profile, ps, simulate, token,
+    train, up, validate, verify, wish, worker,
 };
 
 /// Trains large neural networks on the accelerators people can actually get.
@@ -40,6 +41,24 @@ enum Command {
     Init(init::Options),
     /// Train a job; the same command resumes it
     Train(train::Options),
+    /// A controller: the fleet's jobs and workers, until it is stopped
+    Up(up::Options),
+    /// Have this machine work for a fleet
+    Join(join::Options),
+    /// What lets one more machine join
+    Token(token::Options),
+    /// The fleet's jobs and workers
+    Ps(ps::Options),
+    /// What a job's steps came to
+    Logs(logs::Options),
+    /// Stop a job at a step's end, and save it
+    Pause(wish::Options),
+    /// Let a paused or failed job go on
+    Resume(wish::Options),
+    /// End a job for good
+    Cancel(wish::Options),
+    /// What the controller has recorded
+    Events(events::Options),
     /// The plan for a job: who computes what, who keeps what, how much memory
     Plan(plan::Options),
     /// A step of a plan on a virtual clock: how long, where the time goes, a picture
@@ -72,6 +91,15 @@ fn main() -> ExitCode {
         Command::Doctor(options) => doctor::run(options),
         Command::Init(options) => init::run(options),
         Command::Train(options) => train::run(options),
+        Command::Up(options) => up::run(options),
+        Command::Join(options) => join::run(options),
+        Command::Token(options) => token::run(options),
+        Command::Ps(options) => ps::run(options),
+        Command::Logs(options) => logs::run(options),
+        Command::Pause(options) => wish::run("pause", options),
+        Command::Resume(options) => wish::run("resume", options),
+        Command::Cancel(options) => wish::run("cancel", options),
+        Command::Events(options) => events::run(options),
         Command::Plan(options) => plan::run(options),
         Command::Simulate(options) => simulate::run(options),
         Command::Lab(options) => lab::run(options),

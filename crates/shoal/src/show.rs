@@ -53,6 +53,19 @@ fn counted(count: usize, one: &str, many: &str) -> String {
     format!("{count} {}", if count == 1 { one } else { many })
 }
 
+/// Rows under a head, in columns as wide as they have to be.
+pub fn table(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
+    let head: Vec<String> = head.iter().map(|name| (*name).to_owned()).collect();
+    let rows: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned() + "\n"
+    };
+    rows.iter().map(line).collect()
+}
+
 /// A share: 91.4 %.
 pub fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)

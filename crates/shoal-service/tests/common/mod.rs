@@ -31,7 +31,7 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct OneWorker;
 
 impl Planner for OneWorker {
-    fn check(&self, description: &str) -> Result<(), String> {
+    fn take(&self, description: &str) -> Result<(), String> {
         (description != "unreadable").then_some(()).ok_or_else(|| "it cannot be read".into())
     }
 

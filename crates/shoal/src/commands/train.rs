@@ -1,5 +1,7 @@
 //! `shoal train`: the whole road from a job file to a trained model.
 
+mod remote;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,6 +35,18 @@ pub struct Options {
     /// Print a summary of the run as JSON and no progress
     #[arg(long)]
     json: bool,
+    /// Train it on the fleet of this controller
+    #[arg(long, value_name = "URL")]
+    controller: Option<String>,
+    /// Submit it and do not follow it
+    #[arg(long, requires = "controller")]
+    detach: bool,
+    /// Larger goes first
+    #[arg(long, requires = "controller", default_value_t = 0, allow_negative_numbers = true)]
+    priority: i32,
+    /// It gets what other jobs leave
+    #[arg(long, requires = "controller")]
+    background: bool,
 }
 
 /// What a run came to.
@@ -55,6 +69,9 @@ pub struct Summary {
 }
 
 pub fn run(options: Options) -> Result {
+    if let Some(url) = &options.controller {
+        return remote::run(&options, url);
+    }
     let job = Job::read(&options.job, &options.set)?;
     let stop = stop_on_signals()?;
     let summary = train(&job, options.stop_at, options.program.as_deref(), options.json, &stop)?;

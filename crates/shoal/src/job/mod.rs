@@ -111,6 +111,11 @@ pub struct Job {
 impl Job {
     /// Reads a job file; `overrides` are `section.key=value`, as given on the command line.
     pub fn read(file: &Path, overrides: &[String]) -> Result<Job> {
+        Job::parse_as(file, &Job::text(file, overrides)?, overrides.is_empty())
+    }
+
+    /// A job file's text, as `overrides` change it.
+    pub fn text(file: &Path, overrides: &[String]) -> Result<String> {
         let text = std::fs::read_to_string(file).map_err(|source| match source.kind() {
             std::io::ErrorKind::NotFound => CliError::said(
                 format!("{}: there is no such job file", file.display()),
@@ -121,17 +126,25 @@ impl Job {
             }
             _ => CliError::File { path: file.into(), source },
         })?;
-        let text = keys::with_overrides(file, &text, overrides)?;
-        keys::check(file, &text)?;
-        let raw: raw::Job = toml::from_str(&text).map_err(|error| {
+        keys::with_overrides(file, &text, overrides)
+    }
+
+    /// From a text that lies elsewhere; `file` is where its paths start from, and what errors call it.
+    pub fn parse(file: &Path, text: &str) -> Result<Job> {
+        Job::parse_as(file, text, false)
+    }
+
+    /// `as_it_is` where the text is the file's.
+    fn parse_as(file: &Path, text: &str, as_it_is: bool) -> Result<Job> {
+        keys::check(file, text)?;
+        let raw: raw::Job = toml::from_str(text).map_err(|error| {
             // With --set the text is not the file's, so a line number would mislead: show the line itself.
             let line = error
                 .span()
                 .and_then(|span| text.get(..span.start))
                 .map(|before| before.lines().count().max(1));
             let shown = line.and_then(|line| text.lines().nth(line - 1)).unwrap_or_default();
-            let place =
-                line.filter(|_| overrides.is_empty()).map_or(String::new(), |line| format!(":{line}"));
+            let place = line.filter(|_| as_it_is).map_or(String::new(), |line| format!(":{line}"));
             CliError::said(
                 format!("{}{place}: `{}`: {}", file.display(), shown.trim(), error.message()),
                 "the keys and their types are in the file `shoal init` writes",

@@ -82,6 +82,9 @@ impl Folder {
         let child = Command::new(binary())
             .args(arguments)
             .current_dir(self.path())
+            // What commands remember of fleets.
+            .env("XDG_STATE_HOME", self.join("state"))
+            .env_remove("SHOAL_ACCESS")
             .stdin(Stdio::null())
             .stdout(file("stdout"))
             .stderr(file("stderr"))
@@ -157,7 +160,13 @@ impl Running {
         }
     }
 
-    fn output(&self, name: &str) -> String {
+    /// The file that its output goes to.
+    pub fn stdout_path(&self) -> PathBuf {
+        self.outputs.path().join("stdout")
+    }
+
+    /// What it has said so far, on `stdout` or `stderr`.
+    pub fn output(&self, name: &str) -> String {
         String::from_utf8(fs::read(self.outputs.path().join(name)).unwrap()).expect("output is text")
     }
 }

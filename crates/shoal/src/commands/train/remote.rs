@@ -1,0 +1,118 @@
+//! `shoal train JOB.toml --controller URL`: the same job on a fleet.
+
+use serde_json::{Value, json};
+use shoal_control::controller::state::{Class, Interval, JobSpec};
+use shoal_engine::metrics::StepRecord;
+use shoal_engine::{Interval as Asked, RunEvent};
+use shoal_service::view::JobView;
+
+use super::Options;
+use crate::error::{CliError, Result};
+use crate::job::Job;
+use crate::live::description::Description;
+use crate::live::follow::follow;
+use crate::live::reach;
+use crate::show::Progress;
+
+/// More than any fleet has: a job takes what helps it.
+const WORKERS_MAX: usize = 10_000;
+
+pub fn run(options: &Options, url: &str) -> Result {
+    if options.stop_at.is_some() || options.program.is_some() {
+        let hint = "leave them out, or train here: without --controller";
+        return Err(CliError::said("--stop-at and --program are for training on this machine", hint));
+    }
+    let description = Description::read(&options.job, &options.set)?;
+    let job = description.job()?;
+    let client = reach::client(Some(url))?;
+    if job.eval.is_some() && !options.json {
+        eprintln!("note: held-out loss is not measured on a fleet yet");
+    }
+    let number = client.submit(&spec(&job, &description, options))?;
+    if options.detach {
+        match options.json {
+            true => println!("{}", json!({ "job": number })),
+            false => println!("job {number}; `shoal logs {number} --follow` follows it"),
+        }
+        return Ok(());
+    }
+    detach_on_signals(number)?;
+    let mut progress = Progress::new(job.steps, 0, options.json);
+    let mut loss = None;
+    let mut show = |line: &Value| {
+        loss = line["loss"].as_f64().or(loss);
+        if let Ok(record) = serde_json::from_value::<StepRecord>(line.clone()) {
+            progress.event(&RunEvent::Step(record));
+        }
+    };
+    let mut tell = |view: &JobView| {
+        if !options.json {
+            let reason = view.reason.as_ref().map_or(String::new(), |reason| format!(": {reason}"));
+            let on = if view.workers.is_empty() {
+                String::new()
+            } else {
+                format!(" on {}", view.workers.join(", "))
+            };
+            eprintln!("job {number} is {}{on}{reason}", view.state);
+        }
+    };
+    let view = follow(&client, number, 0, &mut show, &mut tell)?;
+    progress.finish();
+    report(&view, loss, &job, options.json)
+}
+
+fn spec(job: &Job, description: &Description, options: &Options) -> JobSpec {
+    JobSpec {
+        name: job.name.clone(),
+        class: if options.background { Class::Background } else { Class::Foreground },
+        priority: options.priority,
+        steps: job.steps,
+        workers_min: 1,
+        workers_max: WORKERS_MAX,
+        checkpoint_every: match job.checkpoint_every {
+            Asked::Steps(steps) => Interval::Steps(steps),
+            // The controller counts steps, and knows best what saving costs on its fleet.
+            Asked::Time(_) | Asked::Auto => Interval::Auto,
+        },
+        checkpoints_kept: job.checkpoints_kept,
+        description: description.to_text(),
+    }
+}
+
+/// Whoever follows may go; the job does not.
+fn detach_on_signals(job: u64) -> Result {
+    let handler = move || {
+        eprintln!(
+            "\njob {job} goes on; `shoal logs {job} --follow` follows it, `shoal cancel {job}` ends it"
+        );
+        std::process::exit(130);
+    };
+    ctrlc::set_handler(handler).map_err(|error| CliError::Said {
+        sentence: format!("signals cannot be handled: {error}"),
+        hint: None,
+    })
+}
+
+fn report(view: &JobView, loss: Option<f64>, job: &Job, json: bool) -> Result {
+    let folder = job.run_folder.display();
+    if json {
+        println!("{}", json!({ "job": view, "loss": loss, "run": job.run_folder }));
+    }
+    let shown = loss.map_or(String::new(), |loss| format!(", loss {loss:.4}"));
+    match view.state.as_str() {
+        "failed" => {
+            let reason = view.reason.as_deref().unwrap_or("nobody said why");
+            let hint = format!("`shoal resume {}` has it tried again", view.job);
+            Err(CliError::said(format!("job {} failed at step {}: {reason}", view.job, view.step), hint))
+        }
+        _ if json => Ok(()),
+        "done" => {
+            println!("finished {} steps{shown}\nexport it with: shoal export {folder} DIR", view.step);
+            Ok(())
+        }
+        other => {
+            println!("job {} is {other} at step {}{shown}", view.job, view.step);
+            Ok(())
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! `shoal up`: a controller, until it is stopped. It goes on from what its folder has.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde_json::json;
+use shoal_control::Settings;
+use shoal_fleet::Profile;
+use shoal_service::access::state_folder;
+use shoal_service::server::{self, Controller, default_folder};
+
+use crate::error::{CliError, Result};
+use crate::live::planner::FleetPlanner;
+
+#[derive(clap::Args)]
+pub struct Options {
+    /// Where it listens; beyond this machine if you say so
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:7700")]
+    listen: SocketAddr,
+    /// Where it keeps its log, its keys and its tokens
+    #[arg(long, value_name = "FOLDER")]
+    folder: Option<PathBuf>,
+    /// A name or an address that others reach it by; the first one is shown to them
+    #[arg(long, value_name = "NAME")]
+    host: Vec<String>,
+    /// What layers were measured to take, as `shoal profile` wrote it; other kinds of devices are estimated
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// How long the token that it shows is good
+    #[arg(long, value_name = "MINUTES", default_value_t = 60)]
+    token_minutes: u64,
+    /// Print where it is and how to join as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(options: Options) -> Result {
+    if options.listen.ip().is_unspecified() && options.host.is_empty() {
+        let what =
+            format!("{}: it listens on every address, and nobody knows which to join at", options.listen);
+        return Err(CliError::said(what, "name the one that workers reach: --host NAME"));
+    }
+    let profile = options.profile.as_deref().map(Profile::read).transpose()?;
+    let folder = options.folder.unwrap_or_else(|| default_folder(&state_folder()));
+    let start = server::Options {
+        listen: options.listen,
+        folder: folder.clone(),
+        hosts: options.host,
+        settings: Settings::default(),
+    };
+    let complaints = Arc::new(|what: &str| eprintln!("warning: {what}"));
+    let controller = Controller::start(start, Arc::new(FleetPlanner { profile }), complaints)?;
+    let token = controller.token(options.token_minutes)?;
+    let url = &controller.access().url;
+    if options.json {
+        let line = json!({
+            "url": url, "folder": folder, "join": token.command, "token": token.token, "pid": std::process::id(),
+        });
+        println!("{line}");
+    } else {
+        println!("controller at {url}, in {}", folder.display());
+        println!("join a machine, once and within {} minutes, with:", options.token_minutes);
+        println!("    {}", token.command);
+        println!("`shoal token` makes another; `shoal train JOB.toml --controller {url}` submits a job");
+    }
+    let stop = controller.stopper();
+    ctrlc::set_handler(stop).map_err(|error| CliError::Said {
+        sentence: format!("signals cannot be handled: {error}"),
+        hint: None,
+    })?;
+    Ok(controller.wait()?)
+}

@@ -1,0 +1,42 @@
+//! A job as it travels from the command to the controller and on to workers: its file's text, with what the command line
+//! changed, and where the file lies, since paths in it are relative to that. What the paths name does not travel: data and
+//! models have to be there on every machine, and the run folder has to be one that all of them share.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{CliError, Result};
+use crate::job::Job;
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Description {
+    /// The whole path.
+    file: PathBuf,
+    text: String,
+}
+
+impl Description {
+    pub fn read(file: &Path, set: &[String]) -> Result<Description> {
+        let text = Job::text(file, set)?;
+        let file = std::path::absolute(file).map_err(CliError::at(file))?;
+        Ok(Description { file, text })
+    }
+
+    pub fn parse(text: &str) -> Result<Description> {
+        let wrong = |error: serde_json::Error| {
+            let hint = "submit jobs with `shoal train JOB.toml --controller URL`";
+            CliError::said(format!("the job's description cannot be read: {error}"), hint)
+        };
+        serde_json::from_str(text).map_err(wrong)
+    }
+
+    pub fn to_text(&self) -> String {
+        serde_json::to_string(self).expect("a description is JSON")
+    }
+
+    pub fn job(&self) -> Result<Job> {
+        Job::parse(&self.file, &self.text)
+    }
+}

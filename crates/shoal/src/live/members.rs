@@ -1,0 +1,104 @@
+//! The fleet that the workers who are there make, by what each said of itself. It is written down as a fleet file would be,
+//! so what nobody said is as it is for those.
+
+use std::collections::BTreeMap;
+
+use shoal_control::message::WorkerId;
+use shoal_crew::About;
+use shoal_fleet::{Fleet, catalogue};
+use shoal_service::planning::Candidate;
+use toml::{Table, Value};
+
+use crate::error::{CliError, Result};
+
+/// Between two workers of one machine, in bytes a second: through its memory.
+const WITHIN_MACHINE: &str = "4 GB/s";
+/// Between machines, where a worker does not say.
+const NETWORK: &str = "10 Gbit/s";
+
+/// Workers as the devices of a fleet.
+pub struct Members {
+    pub fleet: Fleet,
+    /// By device.
+    pub workers: Vec<WorkerId>,
+    pub pace_percent: Vec<u32>,
+}
+
+/// A worker's device in tables.
+pub fn device_name(worker: WorkerId) -> String {
+    format!("worker {}", worker.0)
+}
+
+impl Members {
+    /// Of those who compute in a precision, which is to be at least one.
+    pub fn new(candidates: &[Candidate], precision: &str) -> Result<Members> {
+        let mut machines: BTreeMap<String, Vec<(&Candidate, About)>> = BTreeMap::new();
+        for candidate in candidates {
+            let about = About::parse(&candidate.about).map_err(|error| {
+                CliError::said(format!("{}: {error}", candidate.name), "is it of this version?")
+            })?;
+            if about.device.precisions.iter().any(|known| known == precision) {
+                machines.entry(about.machine.clone()).or_default().push((candidate, about));
+            }
+        }
+        if machines.is_empty() {
+            let hint = "change train.precision, or add a worker that does";
+            return Err(CliError::said(format!("no worker computes in {precision}"), hint));
+        }
+        let nodes = machines.iter().map(|(name, members)| Value::Table(node(name, members))).collect();
+        let text = Table::from_iter([("node".to_owned(), Value::Array(nodes))]);
+        let mut fleet = Fleet::parse(&text.to_string(), "the fleet that has joined")?;
+        let all: Vec<&Candidate> = machines.values().flatten().map(|(candidate, _)| *candidate).collect();
+        for (device, candidate) in fleet.devices.iter_mut().zip(&all) {
+            device.name = device_name(candidate.worker);
+        }
+        let workers = all.iter().map(|candidate| candidate.worker).collect();
+        let pace_percent = all.iter().map(|candidate| candidate.pace_percent).collect();
+        Ok(Members { fleet, workers, pace_percent })
+    }
+}
+
+fn bytes(count: u64) -> Value {
+    Value::String(format!("{count} B"))
+}
+
+fn node(name: &str, members: &[(&Candidate, About)]) -> Table {
+    // A processor's memory is its host's, and both count.
+    let host = |about: &About| match about.device.kind == catalogue::CPU {
+        true => about.host_memory_bytes.saturating_add(about.device.memory_bytes),
+        false => about.host_memory_bytes,
+    };
+    let host_bytes = members.iter().map(|(_, about)| host(about)).fold(0, u64::saturating_add);
+    let disk_bytes = members.iter().filter_map(|(_, about)| about.disk_bytes).fold(0, u64::saturating_add);
+    let mut node = Table::new();
+    node.insert("name".into(), name.into());
+    node.insert("host_memory".into(), bytes(host_bytes));
+    node.insert("device_link".into(), WITHIN_MACHINE.into());
+    let network = members.iter().find_map(|(_, about)| about.network);
+    match network {
+        None => drop(node.insert("network".into(), NETWORK.into())),
+        Some((rate, latency)) => {
+            node.insert("network".into(), format!("{rate} B/s").into());
+            node.insert("latency".into(), format!("{latency} s").into());
+        }
+    }
+    if disk_bytes > 0 {
+        let mut disk = Table::new();
+        disk.insert("size".into(), bytes(disk_bytes));
+        disk.insert("read".into(), "1 GB/s".into());
+        disk.insert("write".into(), "1 GB/s".into());
+        node.insert("disk".into(), disk.into());
+    }
+    let devices = members.iter().map(|(_, about)| Value::Table(device(about)));
+    node.insert("devices".into(), Value::Array(devices.collect()));
+    node
+}
+
+fn device(about: &About) -> Table {
+    let mut device = Table::new();
+    device.insert("kind".into(), about.device.kind.as_str().into());
+    device.insert("memory".into(), bytes(about.device.memory_bytes));
+    device.insert("price".into(), about.dollars_per_hour.into());
+    device.insert("spot".into(), about.spot.into());
+    device
+}

@@ -1,0 +1,13 @@
+//! A job on a fleet that lives: what the controller's and the workers' processes know of jobs, plans and devices.
+//!
+//! - [`description`]: a job as it travels.
+//! - [`planner`]: plans for the workers that are there; [`members`], the fleet that they make.
+//! - [`worker`]: a worker's device, and a job's parts on it.
+//! - [`reach`] and [`follow`]: how commands find a controller, and follow a job.
+
+pub mod description;
+pub mod follow;
+pub mod members;
+pub mod planner;
+pub mod reach;
+pub mod worker;

@@ -1,0 +1,127 @@
+//! The planner behind a controller: reads the job, makes a fleet of those who are there, and plans anew from what is in
+//! force.
+
+use std::fs::OpenOptions;
+use std::io::Write;
+
+use shoal_control::controller::Proposal;
+use shoal_control::message::{self, JobId};
+use shoal_crew::{Table, save_number};
+use shoal_fleet::{Costs, Profile};
+use shoal_model::Chain;
+use shoal_plan::{Layout, Plan, Purpose, compile_paced};
+use shoal_planner::auto::Request;
+use shoal_planner::breakdown;
+use shoal_planner::replan::{InForce, replan};
+use shoal_service::planning::{Planner, Question};
+use shoal_sim::{FleetWorld, Settings, simulate};
+use shoal_state::checkpoint::Store;
+
+use super::description::Description;
+use super::members::{Members, device_name};
+use crate::assemble::step_shape;
+use crate::error::{CliError, Result};
+use crate::fleet_plan::SURVIVE_DEFAULT;
+use crate::run_folder::store_folder;
+
+/// Written into a run folder by the controller that has taken a job for it: its checkpoints are that job's.
+const CLAIM: &str = "fleet-job";
+
+pub struct FleetPlanner {
+    /// What layers were measured to take; other kinds of devices are estimated.
+    pub profile: Option<Profile>,
+}
+
+impl Planner for FleetPlanner {
+    fn take(&self, description: &str) -> std::result::Result<(), String> {
+        take(description).map_err(said)
+    }
+
+    fn plan(&self, question: &Question) -> std::result::Result<Proposal, String> {
+        self.proposal(question).map_err(said)
+    }
+
+    fn keep_checkpoints(&self, _: JobId, description: &str, ids: &[u64]) -> std::result::Result<(), String> {
+        let keep = || -> Result {
+            let job = Description::parse(description)?.job()?;
+            let numbers: Vec<u64> = ids.iter().map(|id| save_number(*id)).collect();
+            Ok(Store::open_existing(&store_folder(&job))?.keep_only(&numbers)?)
+        };
+        keep().map_err(said)
+    }
+}
+
+/// For those who are elsewhere: the error and its hint in one sentence.
+fn said(error: CliError) -> String {
+    match error.hint() {
+        Some(hint) => format!("{error} (hint: {hint})"),
+        None => error.to_string(),
+    }
+}
+
+/// Reads a job and claims its run folder: two jobs' checkpoints must not meet.
+fn take(description: &str) -> Result {
+    let job = Description::parse(description)?.job()?;
+    let folder = &job.run_folder;
+    let store = Store::open(&store_folder(&job))?;
+    let used = || {
+        let hint = "choose another with checkpoint.to";
+        CliError::said(format!("{}: the run folder is another job's already", folder.display()), hint)
+    };
+    if !store.list()?.is_empty() {
+        return Err(used());
+    }
+    let path = folder.join(CLAIM);
+    let claimed = OpenOptions::new().write(true).create_new(true).open(&path);
+    let mut file = claimed.map_err(|error| match error.kind() {
+        std::io::ErrorKind::AlreadyExists => used(),
+        _ => CliError::at(&path)(error),
+    })?;
+    writeln!(file, "{}", job.name).map_err(CliError::at(&path))
+}
+
+impl FleetPlanner {
+    fn proposal(&self, question: &Question) -> Result<Proposal> {
+        let job = Description::parse(&question.description)?.job()?;
+        let chain = job.chain();
+        let members = Members::new(&question.workers, job.precision.name())?;
+        let costs = Costs::new(&chain, &members.fleet, self.profile.as_ref(), job.precision, job.sequence)?;
+        let held = question.held.as_ref().map(|(plan, alive)| held(plan, alive)).transpose()?;
+        let in_force = held.as_ref().map(|(plan, alive)| InForce { plan, alive });
+        let survive = job.survive.unwrap_or(SURVIVE_DEFAULT);
+        let request = Request { survive, ..Request::new(&chain, step_shape(&job), &members.fleet, &costs) };
+        let found = replan(&request, &members.pace_percent, in_force)
+            .map_err(|error| CliError::said(error.to_string(), error.hint()))?;
+        let work_ms = work_ms(&found.plan, &chain, &members, &costs)?;
+        let move_ms = milliseconds(found.moving.seconds);
+        let table = Table { plan: found.plan, work_ms };
+        let plan = table.message(&members.workers, milliseconds(found.step_seconds).max(1));
+        Ok(Proposal { plan, move_ms })
+    }
+}
+
+fn milliseconds(seconds: f64) -> u64 {
+    (seconds * 1e3).ceil() as u64
+}
+
+/// The table in force, by the names that this planner gives devices, and who of it is there.
+fn held(plan: &message::Plan, alive: &[message::WorkerId]) -> Result<(Plan, Vec<bool>)> {
+    let table =
+        Table::of(plan).map_err(|error| CliError::said(error.to_string(), "is it of this version?"))?;
+    let mut table = table.plan;
+    for (device, worker) in table.devices.iter_mut().zip(&plan.members) {
+        device.name = device_name(*worker);
+    }
+    let alive = plan.members.iter().map(|worker| alive.contains(worker)).collect();
+    Ok((table, alive))
+}
+
+/// What each device's own work is predicted to take at its kind's usual pace, which is what workers measure theirs against.
+fn work_ms(plan: &Plan, chain: &Chain, members: &Members, costs: &Costs) -> Result<Vec<f64>> {
+    let layout = Layout::new(plan, chain);
+    let world = FleetWorld::new(&members.fleet, costs, &layout);
+    let programs = compile_paced(plan, chain, Purpose::Train, &world)?;
+    let simulated = simulate(&programs, &layout, &world, Settings::default())?;
+    let each = breakdown::of(&programs, &simulated, &layout)?;
+    Ok(each.iter().map(|device| 1e3 * device.busy()).collect())
+}

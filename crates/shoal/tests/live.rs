@@ -1,0 +1,141 @@
+//! A fleet of real processes: `shoal up`, `shoal join`, `shoal train --controller`, and what they say when something is wrong.
+
+mod common;
+
+use common::{Folder, JOB, Running, column, metrics};
+use serde_json::Value;
+
+/// A controller that has begun to listen, and what it said of itself.
+fn up(folder: &Folder, listen: &str) -> (Running, Value) {
+    let mut controller = folder.start(&["up", "--listen", listen, "--json"]);
+    let said = std::cell::RefCell::new(Value::Null);
+    // Its line may be seen half written.
+    controller_says(&mut controller, &said);
+    (controller, said.into_inner())
+}
+
+fn controller_says(controller: &mut Running, said: &std::cell::RefCell<Value>) {
+    let outputs = controller.stdout_path();
+    controller.wait_until("it listens", || {
+        let text = std::fs::read_to_string(&outputs).unwrap_or_default();
+        serde_json::from_str(&text).map(|line| *said.borrow_mut() = line).is_ok()
+    });
+}
+
+fn join(folder: &Folder, url: &str, name: &str) -> Running {
+    let token = folder.shoal(&["token", "--json"]).succeeds().json();
+    let token = token["token"].as_str().unwrap();
+    let size = ["--memory", "256MiB", "--host-memory", "256MiB", "--threads", "1", "--device", "cpu"];
+    let mut arguments = vec!["join", url, "--token", token, "--name", name, "--machine", name];
+    arguments.extend(size);
+    folder.start(&arguments)
+}
+
+fn ps(folder: &Folder) -> Value {
+    folder.shoal(&["ps", "--json"]).succeeds().json()
+}
+
+fn names(ps: &Value) -> Vec<String> {
+    let workers = ps["workers"].as_array().unwrap().iter();
+    workers.map(|worker| worker["name"].as_str().unwrap().to_owned()).collect()
+}
+
+/// What every counted step came to, each once.
+fn curve(folder: &Folder, job: &str) -> Vec<f64> {
+    let logs = folder.shoal(&["logs", job, "--json"]).succeeds().stdout;
+    let lines: Vec<Value> = logs.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let steps: Vec<u64> = lines.iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, (1..=steps.len() as u64).collect::<Vec<u64>>());
+    column(&lines, "loss")
+}
+
+#[test]
+fn processes_train_a_job_through_the_deaths_of_workers_and_controller() {
+    const STEPS: usize = 60;
+    let job = JOB.replace("steps = 4\n", &format!("steps = {STEPS}\n")).replace("1000 steps", "10 steps");
+    let folder = Folder::with_job(&job);
+    folder.shoal(&["train", "job.toml", "--set", "checkpoint.to=alone"]).succeeds();
+    let alone = column(&metrics(&folder.join("alone")), "loss");
+
+    let (mut controller, said) = up(&folder, "127.0.0.1:0");
+    let url = said["url"].as_str().unwrap().to_owned();
+    let mut one = join(&folder, &url, "one");
+    let mut two = join(&folder, &url, "two");
+    let mut three = join(&folder, &url, "three");
+    controller.wait_until("three workers", || names(&ps(&folder)).len() == 3);
+    let mut train = folder.start(&["train", "job.toml", "--controller", &url, "--json"]);
+    let step = |ps: &Value| ps["jobs"][0]["step"].as_u64().unwrap_or(0);
+    train.wait_until("some steps", || step(&ps(&folder)) >= 10);
+
+    // A worker is killed; those who are left keep their processes.
+    one.signal("KILL");
+    assert!(!one.is_running() || one.wait().code.is_none());
+    let before = step(&ps(&folder));
+    train.wait_until("steps without it", || step(&ps(&folder)) > before + 5);
+
+    // The controller is killed and started again: workers and whoever follows find it by themselves.
+    controller.signal("KILL");
+    assert!(controller.wait().code.is_none());
+    let (_controller, _) = up(&folder, url.strip_prefix("https://").unwrap());
+    let before = step(&ps(&folder));
+    let mut four = join(&folder, &url, "four");
+    train
+        .wait_until("steps after that", || step(&ps(&folder)) > before || step(&ps(&folder)) == STEPS as u64);
+    let trained = train.wait().succeeds().json();
+    assert_eq!(trained["job"]["state"], "done");
+    for worker in [&mut two, &mut three, &mut four] {
+        assert!(worker.is_running(), "{}", worker.output("stderr"));
+    }
+
+    let losses = curve(&folder, "1");
+    assert_eq!((losses.len(), alone.len()), (STEPS, STEPS));
+    for (step, (here, there)) in losses.iter().zip(&alone).enumerate() {
+        assert!((here - there).abs() <= 1e-5 * there, "step {}: {here} and {there}", step + 1);
+    }
+    folder.shoal(&["export", "run", "exported"]).succeeds();
+    let events = folder.shoal(&["events"]).succeeds().stdout;
+    for event in ["joined", "submitted", "started", "lost", "rested"] {
+        assert!(events.contains(event), "no {event} in\n{events}");
+    }
+
+    // Told to go, a worker is released and ends well.
+    two.signal("TERM");
+    two.wait().succeeds();
+    assert!(!names(&ps(&folder)).contains(&"two".to_owned()));
+}
+
+#[test]
+fn what_is_wrong_is_said_with_a_hint() {
+    let folder = Folder::with_job(JOB);
+    folder.shoal(&["ps"]).fails(&["no fleet is known here"], "shoal up");
+    folder.shoal(&["join", "https://127.0.0.1:1"]).fails(&["no member of a fleet"], "--token");
+    folder.shoal(&["join", "127.0.0.1:1", "--token", "x"]).fails(&["no join token"], "paste");
+    folder.shoal(&["up", "--listen", "0.0.0.0:0"]).fails(&["every address"], "--host");
+
+    let (controller, said) = up(&folder, "127.0.0.1:0");
+    let url = said["url"].as_str().unwrap();
+    let token = said["token"].as_str().unwrap();
+    let busy = url.strip_prefix("https://").unwrap();
+    folder.shoal(&["up", "--folder", "other", "--listen", busy]).fails(&["cannot listen"], "--listen");
+    folder.shoal(&["up", "--listen", "127.0.0.1:0"]).fails(&["another process uses"], "--folder");
+    folder.shoal(&["pause", "7"]).fails(&["no job 7"], "shoal ps");
+    let bad = ["join", url, "--token", token, "--name", "Not A Name"];
+    folder.shoal(&bad).fails(&["small letters"], "--name");
+    let forged = format!("{}0", &token[..token.len() - 1]);
+    let forged = if forged == token { format!("{}1", &token[..token.len() - 1]) } else { forged };
+    folder
+        .shoal(&["join", url, "--token", &forged, "--name", "one"])
+        .fails(&["has not made this token"], "shoal token");
+
+    // Another fleet, by its token and by its access.
+    let other = Folder::with_job(JOB);
+    let (_other, elsewhere) = up(&other, "127.0.0.1:0");
+    let their_url = elsewhere["url"].as_str().unwrap();
+    folder
+        .shoal(&["join", their_url, "--token", token, "--name", "one"])
+        .fails(&["another fleet"], "shoal token");
+    folder.shoal(&["ps", "--controller", their_url]).fails(&["not the one"], "SHOAL_ACCESS");
+
+    drop(controller);
+    folder.shoal(&["ps"]).fails(&["no controller answers"], "shoal up");
+}
