@@ -57,6 +57,7 @@ pub use assembly::{Assembled, Assembler};
 use brake::Task;
 pub use error::CrewError;
 use hands::Hands;
+pub use save::save_number;
 pub use table::Table;
 
 /// Whether anything may run here now: the worker's lease. It is asked before each instruction.
