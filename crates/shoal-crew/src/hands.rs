@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
-use shoal_control::message::{Epoch, Installation, JobId, Save};
+use shoal_control::message::{Epoch, Installation, JobId, Obstacle, Save};
 use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_data::Order;
 use shoal_engine::stepping::Terms;
@@ -29,6 +29,9 @@ pub(crate) struct Hands {
     pub(crate) assembled: Option<Assembled>,
     description: String,
     pub(crate) shares: BTreeMap<Epoch, Share>,
+    /// Why steps cannot be done here, or by anyone. Another plan would not help, so none is installed until the job is let
+    /// go of.
+    pub(crate) failed: Option<Obstacle>,
     /// What is to be saved when its step is there.
     pub(crate) wanted: Option<(Epoch, Save)>,
     pub(crate) writer: Option<Writer>,
@@ -49,6 +52,7 @@ impl Hands {
             assembled: None,
             description: String::new(),
             shares: BTreeMap::new(),
+            failed: None,
             wanted: None,
             writer: None,
         }
@@ -82,7 +86,7 @@ impl Hands {
                 self.wanted.take_if(|(epoch, _)| !epochs.contains(epoch));
                 if epochs.is_empty() {
                     // The device's memory is others' from now on.
-                    self.assembled = None;
+                    (self.assembled, self.failed) = (None, None);
                 }
             }
         }
@@ -91,6 +95,9 @@ impl Hands {
     fn install(&mut self, epoch: Epoch, installation: &Installation) {
         if self.shares.contains_key(&epoch) {
             return self.tell(EngineEvent::Installed { epoch });
+        }
+        if let Some(obstacle) = self.failed.clone() {
+            return self.tell(EngineEvent::NotInstalled { epoch, obstacle });
         }
         let brake = self.task.begin(epoch);
         let installed = self.try_install(epoch, installation, &brake);
@@ -125,9 +132,7 @@ impl Hands {
             Ok(standing) => {
                 let order = order_of(assembled);
                 let record = share.complete_by(&assembled.chain, &terms_of(assembled, &order), &closing);
-                if let Some(record) = record {
-                    self.crewed.tell_step(self.job, epoch, record);
-                }
+                self.crewed.tell_step(self.job, epoch, record);
                 self.tell(EngineEvent::Settled { epoch, standing });
                 self.save_if_there();
             }

@@ -51,11 +51,12 @@ pub struct Fleet {
     pub changes: Vec<Change>,
     pub notices: Vec<String>,
     /// Which shape the planner begins with.
-    pub shape: u64,
+    shape: u64,
 }
 
 impl Fleet {
-    pub fn new(description: Description, checkpoint_every: u64) -> Fleet {
+    /// A fleet of so many workers that have joined, and its job.
+    pub fn new(description: Description, workers: usize, shape: u64, checkpoint_every: u64) -> Fleet {
         description.prepare();
         let log = description.folder.join("log");
         let (say, said) = channel();
@@ -70,10 +71,12 @@ impl Fleet {
             losses: BTreeMap::new(),
             changes: Vec::new(),
             notices: Vec::new(),
-            shape: 0,
+            shape,
             description,
         };
         fleet.open();
+        (0..workers).for_each(|worker| fleet.add(&format!("w{worker}")));
+        fleet.until("all workers", |fleet| fleet.names.len() == workers);
         let spec = JobSpec {
             name: "the fleet's".into(),
             class: Class::Foreground,

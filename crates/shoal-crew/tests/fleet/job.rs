@@ -31,6 +31,7 @@ pub struct Description {
     pub device_bytes: u64,
     /// What each forward and backward of a micro-batch is made to last.
     pub paced_us: u64,
+    pub lr: f64,
 }
 
 impl Description {
@@ -62,15 +63,15 @@ pub fn shape() -> StepShape {
         global_batch: GLOBAL_BATCH,
         sequence: SEQUENCE,
         precision: Precision::Fp32,
-        optimizer_states: optimizer().state_names().len(),
+        optimizer_states: optimizer(0.0).state_names().len(),
     }
 }
 
-fn optimizer() -> OptimizerSettings {
+fn optimizer(lr: f64) -> OptimizerSettings {
     OptimizerSettings {
         // Far above rounding: with the usual 1e-8, a gradient that is nothing but rounding makes a whole step.
         kind: OptimizerKind::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-4 },
-        lr: 3e-3,
+        lr,
         weight_decay: 0.1,
         decay: Decay::Matrices,
         clip_norm: Some(1.0),
@@ -115,7 +116,7 @@ pub fn assemble(text: &str, cache: &str) -> Result<Assembled, Box<dyn std::error
         shuffle: true,
         seed: SEED,
         steps: description.steps,
-        optimizer: optimizer(),
+        optimizer: optimizer(description.lr),
         schedule: schedule(),
         initial: Box::new(|spec, out| {
             init::fill(spec, SEED, 0, out);
@@ -132,7 +133,7 @@ pub fn assemble(text: &str, cache: &str) -> Result<Assembled, Box<dyn std::error
 
 /// The losses of the job on one device that nothing interrupts.
 pub fn uninterrupted(description: &Description) -> Vec<f64> {
-    let (chain, optimizer, schedule) = (chain(), optimizer(), schedule());
+    let (chain, optimizer, schedule) = (chain(), optimizer(description.lr), schedule());
     let device: Arc<dyn Device> = Arc::new(CpuDevice::new("cpu", 1, 64 << 20).expect("memory"));
     let mut state = ModelState::allocate(&*device, &chain, SEQUENCE, Precision::Fp32, Some(&optimizer))
         .expect("room for the model");

@@ -21,6 +21,7 @@ use shoal_control::controller::state::{Phase, Rest, Wish};
 /// How far a loss may be from that of one device.
 const TOLERANCE: f64 = 1e-5;
 const STEPS: u64 = 60;
+const LR: f64 = 3e-3;
 const SEEDS: u64 = 10;
 /// A device's memory, where nothing is said: enough for two plans' shares.
 const DEVICE_BYTES: u64 = 32 << 20;
@@ -31,15 +32,17 @@ fn main() {
         return worker::run(&arguments[2]);
     }
     let only = std::env::var("SHOAL_ONLY").ok();
-    let scenarios: [(&str, fn()); 8] = [
+    let scenarios: [(&str, fn()); 10] = [
         ("uninterrupted", uninterrupted),
         ("joined", joined),
         ("killed", killed),
+        ("killed_while_moving", killed_while_moving),
         ("two_at_once", two_at_once),
         ("taken_away", taken_away),
         ("controller_lost", controller_lost),
         ("paused", paused),
         ("little_room", little_room),
+        ("not_a_number", not_a_number),
     ];
     for (name, scenario) in scenarios {
         if only.as_deref().is_none_or(|only| only == name) {
@@ -63,12 +66,14 @@ struct Course {
 impl Course {
     fn new(workers: usize, shape: u64, checkpoint_every: u64, device_bytes: u64) -> Course {
         let folder = tempfile::tempdir().expect("a folder");
-        let description =
-            Description { folder: folder.path().to_owned(), steps: STEPS, device_bytes, paced_us: 1_000 };
-        let mut fleet = Fleet::new(description, checkpoint_every);
-        fleet.shape = shape;
-        (0..workers).for_each(|worker| fleet.add(&format!("w{worker}")));
-        Course { fleet, _folder: folder }
+        let description = Description {
+            folder: folder.path().to_owned(),
+            steps: STEPS,
+            device_bytes,
+            paced_us: 1_000,
+            lr: LR,
+        };
+        Course { fleet: Fleet::new(description, workers, shape, checkpoint_every), _folder: folder }
     }
 
     /// The job comes to its end, with each step counted once and the losses of one device.
@@ -169,6 +174,28 @@ fn killed() {
     }
 }
 
+/// A newcomer's plan is on its way when one of those concerned is killed.
+fn killed_while_moving() {
+    for seed in 0..6 {
+        let mut dice = Dice(100 + seed);
+        let mut course = Course::new(3, seed, 1_000, DEVICE_BYTES);
+        let fleet = &mut course.fleet;
+        fleet.until_step(6 + dice.below(10));
+        fleet.add("new");
+        fleet.until("the move", |fleet| matches!(fleet.job().phase, Phase::Moving { .. }));
+        (0..dice.below(6)).for_each(|_| fleet.pass());
+        let victim = ["w0", "w1", "w2", "new"][dice.below(4) as usize];
+        fleet.kill(victim);
+        let survivors = fleet.process_ids();
+        let fleet = course.check();
+        assert_eq!(fleet.process_ids(), survivors, "survivors keep their processes");
+        assert_eq!(restored(&fleet), 0, "seed {seed}: one loss needs no checkpoint");
+        let again = done_again(&fleet);
+        assert!(again <= 2, "seed {seed}: {again} steps done again");
+        println!("  seed {seed}: {victim} killed, {} plans, {again} steps done again", started(&fleet));
+    }
+}
+
 /// A slice's two holders are lost at once: back to the last checkpoint.
 fn two_at_once() {
     for shape in 0..3 {
@@ -241,6 +268,25 @@ fn little_room() {
     let fleet = course.check();
     assert_eq!((restored(&fleet), done_again(&fleet)), (0, 0));
     assert!(started(&fleet) >= 2, "the newcomer changed nothing");
+    let waited = |notice: &&String| notice.contains("waits in host memory");
+    assert!(fleet.notices.iter().any(|notice| waited(&notice)), "both fitted: {:#?}", fleet.notices);
+}
+
+/// A job whose losses are no numbers rests, and its owner is told why.
+fn not_a_number() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let description = Description {
+        folder: folder.path().to_owned(),
+        steps: STEPS,
+        device_bytes: DEVICE_BYTES,
+        paced_us: 1_000,
+        lr: 1e30,
+    };
+    let mut fleet = Fleet::new(description, 2, 0, 1_000);
+    fleet.until("its failure", |fleet| matches!(fleet.job().phase, Phase::Resting(Rest::Failed)));
+    let reason = fleet.job().failure.clone().unwrap_or_default();
+    assert!(reason.contains("not a finite number"), "{reason}");
+    assert!(fleet.ended().is_empty(), "workers stay for other jobs");
 }
 
 /// Less than two replicas' state, more than one's and a step.
