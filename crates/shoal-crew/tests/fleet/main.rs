@@ -260,16 +260,19 @@ fn paused() {
     assert_eq!(done_again(&fleet), 0);
 }
 
-/// Devices that hold one plan's share and no other: the old one waits in host memory while the new one comes.
+/// Devices with room for one plan at a time: the old one's share waits in host memory while the new one's comes.
 fn little_room() {
-    let mut course = Course::new(2, 2, 1_000, LITTLE_BYTES);
+    let shape = 0;
+    let plans = [(1, 2), (2, 3)].map(|(request, workers)| tables::shaped(shape + request, workers));
+    let device_bytes = plans.iter().map(tables::device_bytes).max().expect("two plans");
+    let mut course = Course::new(2, shape, 1_000, device_bytes);
     course.fleet.until_step(8);
     course.fleet.add("w2");
     let fleet = course.check();
     assert_eq!((restored(&fleet), done_again(&fleet)), (0, 0));
     assert!(started(&fleet) >= 2, "the newcomer changed nothing");
-    let waited = |notice: &&String| notice.contains("waits in host memory");
-    assert!(fleet.notices.iter().any(|notice| waited(&notice)), "both fitted: {:#?}", fleet.notices);
+    let waited = fleet.notices.iter().any(|notice| notice.contains("waits in host memory"));
+    assert!(waited, "both fitted into {device_bytes} bytes: {:#?}", fleet.notices);
 }
 
 /// A job whose losses are no numbers rests, and its owner is told why.
@@ -288,6 +291,3 @@ fn not_a_number() {
     assert!(reason.contains("not a finite number"), "{reason}");
     assert!(fleet.ended().is_empty(), "workers stay for other jobs");
 }
-
-/// Less than two replicas' state, more than one's and a step.
-const LITTLE_BYTES: u64 = 3 << 20;

@@ -2,7 +2,8 @@
 
 use shoal_plan::one_device::table;
 use shoal_plan::{
-    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, Order, Plan, Residence, Samples, Slice,
+    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, Order, Plan, Purpose, Residence, Samples,
+    Slice, compile, forecast,
 };
 
 use crate::job::{GLOBAL_BATCH, chain, offer, shape};
@@ -17,6 +18,13 @@ pub fn shaped(number: u64, workers: usize) -> Plan {
         (_, 1) => sharded(workers),
         _ => replicated(workers),
     }
+}
+
+/// The most that any of a plan's devices takes of its own memory.
+pub fn device_bytes(plan: &Plan) -> u64 {
+    let chain = chain();
+    let programs = compile(plan, &chain, Purpose::Train).expect("it compiles");
+    programs.iter().map(|program| forecast(program, plan, &chain).total()).max().expect("a device")
 }
 
 fn base(workers: usize) -> Plan {
