@@ -186,15 +186,15 @@ impl Run {
         let step = match checkpoint {
             None => 0,
             Some(checkpoint) => {
-                let step = checkpoint.manifest().step;
+                let step = checkpoint.header().step;
                 let states = settings.optimizer.state_names();
-                executor.load_state(states, step, |spec, role, out| {
-                    Ok(checkpoint.read(&spec.name, role, out)?)
+                executor.load_state(states, step, |spec, role, range, out| {
+                    Ok(checkpoint.read(&spec.name, role, range, out)?)
                 })?;
                 step
             }
         };
-        let extra = checkpoint.map(|checkpoint| &checkpoint.manifest().extra);
+        let extra = checkpoint.map(|checkpoint| &checkpoint.header().extra);
         let loss_scale = (plan.precision == Precision::Fp16)
             .then(|| extra.map_or_else(LossScale::default, LossScale::restore));
         let open = |Ledger { identity, store }| -> Result<Books> {

@@ -99,7 +99,7 @@ impl ModelFolder {
     /// The checkpoint's step, for a run.
     pub fn step(&self) -> Option<u64> {
         match &self.source {
-            Source::Run(checkpoint) => Some(checkpoint.manifest().step),
+            Source::Run(checkpoint) => Some(checkpoint.header().step),
             Source::Folder(_) => None,
         }
     }
@@ -113,9 +113,9 @@ impl ModelFolder {
     ) -> std::result::Result<(), EngineError> {
         match &self.source {
             Source::Folder(folder) => import(folder, device, chain, state),
-            Source::Run(checkpoint) => {
-                state.fill(device, chain, |spec, out| Ok(checkpoint.read(&spec.name, "parameter", out)?))
-            }
+            Source::Run(checkpoint) => state.fill(device, chain, |spec, out| {
+                Ok(checkpoint.read(&spec.name, "parameter", 0..out.len(), out)?)
+            }),
         }
     }
 

@@ -78,7 +78,7 @@ impl RunFolder {
             checkpoint
         });
         if let Some(checkpoint) = &found {
-            assert_ahead(job, checkpoint.manifest().step, stop_at)?;
+            assert_ahead(job, checkpoint.header().step, stop_at)?;
         }
         Ok(RunFolder { data, identity, store, found, _lock })
     }
