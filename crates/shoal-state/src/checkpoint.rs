@@ -18,6 +18,8 @@
 //! counts. Nothing in a manifest depends on time or place: the same state gives the same bytes.
 
 mod blocks;
+#[cfg(test)]
+mod crashes;
 mod load;
 mod manifest;
 mod name;
@@ -39,6 +41,7 @@ pub use write::{Entry, PartWriter, Saved};
 
 use crate::disk::{Disk, RealDisk};
 use crate::error::{Error, Result};
+pub use crate::place::Location;
 use crate::place::{Folder, Listed, Place};
 use name::PartName;
 
@@ -84,6 +87,36 @@ impl Store {
     /// Opens an existing folder to read from it or to write parts, perhaps while others do: changes nothing.
     pub fn open_existing(root: &Path) -> Result<Store> {
         Ok(Store::at(Arc::new(Folder::existing(root, Arc::new(RealDisk))?)))
+    }
+
+    /// [`Store::open`], wherever it lies.
+    pub fn open_at(location: &Location) -> Result<Store> {
+        match location {
+            Location::Folder(root) => Store::open(root),
+            Location::Objects { url, options } => {
+                let store = Store::of_objects(url, options)?;
+                store.tidy()?;
+                Ok(store)
+            }
+        }
+    }
+
+    /// [`Store::open_existing`], wherever it lies.
+    pub fn open_existing_at(location: &Location) -> Result<Store> {
+        match location {
+            Location::Folder(root) => Store::open_existing(root),
+            Location::Objects { url, options } => Store::of_objects(url, options),
+        }
+    }
+
+    #[cfg(feature = "object-store")]
+    fn of_objects(url: &str, options: &BTreeMap<String, String>) -> Result<Store> {
+        Ok(Store::at(Arc::new(crate::place::Objects::open(url, options)?)))
+    }
+
+    #[cfg(not(feature = "object-store"))]
+    fn of_objects(url: &str, _options: &BTreeMap<String, String>) -> Result<Store> {
+        Err(Error::NoObjects { url: url.to_owned() })
     }
 
     pub(crate) fn open_on(root: &Path, disk: Arc<dyn Disk>) -> Result<Store> {

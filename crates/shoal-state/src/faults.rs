@@ -91,8 +91,7 @@ impl Turns {
         order.waiting.push(writer);
         order.pick();
         self.changed.notify_all();
-        let mut order =
-            self.changed.wait_while(order, |order| order.next != Some(writer)).expect("as above");
+        let mut order = self.changed.wait_while(order, |order| order.next != Some(writer)).expect("as above");
         order.next = None;
         order.running += 1;
     }
@@ -306,7 +305,11 @@ impl Disk for FaultyDisk {
         let file = File::create_new(path)?;
         state.names.push(Name::Created(path.to_owned()));
         state.files.push((file, 0));
-        Ok(Box::new(FaultyFile { disk: self.state.clone(), turn: self.turn.clone(), index: state.files.len() - 1 }))
+        Ok(Box::new(FaultyFile {
+            disk: self.state.clone(),
+            turn: self.turn.clone(),
+            index: state.files.len() - 1,
+        }))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {

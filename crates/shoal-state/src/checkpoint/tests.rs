@@ -21,13 +21,13 @@ const BLOCK_BYTES: u64 = 50;
 /// No operation of these tests needs more; a loop that gets here does not end.
 const OPERATIONS_MAX: u64 = 500;
 
-struct State {
-    step: u64,
-    tensors: Vec<(&'static str, &'static str, Vec<usize>, Vec<f32>)>,
+pub(super) struct State {
+    pub(super) step: u64,
+    pub(super) tensors: Vec<(&'static str, &'static str, Vec<usize>, Vec<f32>)>,
 }
 
 /// A state whose every bit depends on `seed`, NaNs and subnormals included.
-fn state(step: u64, seed: u32) -> State {
+pub(super) fn state(step: u64, seed: u32) -> State {
     let mut bits = seed;
     let mut values = |count: usize| -> Vec<f32> {
         let next = || {
@@ -47,7 +47,7 @@ fn state(step: u64, seed: u32) -> State {
 }
 
 impl State {
-    fn header(&self) -> Header {
+    pub(super) fn header(&self) -> Header {
         Header {
             job: "tiny".to_owned(),
             step: self.step,
@@ -59,11 +59,11 @@ impl State {
         }
     }
 
-    fn entries(&self) -> impl DoubleEndedIterator<Item = Entry<'_>> {
+    pub(super) fn entries(&self) -> impl DoubleEndedIterator<Item = Entry<'_>> {
         self.tensors.iter().map(|(name, role, shape, data)| Entry { name, role, shape, data })
     }
 
-    fn is_in(&self, checkpoint: &Checkpoint) -> bool {
+    pub(super) fn is_in(&self, checkpoint: &Checkpoint) -> bool {
         checkpoint.header().step == self.step
             && self.tensors.iter().all(|(name, role, _, data)| {
                 let mut read = vec![0.0; data.len()];
