@@ -187,6 +187,7 @@ fn one_that_leaves_takes_part_in_moving_its_state_away() {
     assert!(changes(&records).contains(&(1, Change::Started)), "{records:?}");
     let left = Record::Lost { worker: WorkerId(1), how: Loss::Left, at_ms: fleet.now_ms };
     assert!(records.contains(&left), "{records:?}");
+}
 
 /// A job of two workers that was saved at step 1 and at step 2, and is paused.
 fn saved_twice() -> Fleet {
