@@ -5,7 +5,8 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
 
 use shoal_control::message::{Epoch, Installation, JobId, Obstacle, Save};
 use shoal_control::worker::{EngineCommand, EngineEvent};
@@ -17,8 +18,11 @@ use crate::Crewed;
 use crate::assembly::Assembled;
 use crate::brake::Task;
 use crate::error::{CrewError, Result};
-use crate::save::Writer;
+use crate::save::Saving;
 use crate::share::Share;
+
+/// How often what is being written is looked at while there is nothing else to do.
+const SAVING_LOOK: Duration = Duration::from_millis(20);
 
 pub(crate) struct Hands {
     pub(crate) crewed: Arc<Crewed>,
@@ -34,7 +38,7 @@ pub(crate) struct Hands {
     pub(crate) failed: Option<Obstacle>,
     /// What is to be saved when its step is there.
     pub(crate) wanted: Option<(Epoch, Save)>,
-    pub(crate) writer: Option<Writer>,
+    pub(crate) saving: Option<Saving>,
 }
 
 impl Hands {
@@ -54,20 +58,32 @@ impl Hands {
             shares: BTreeMap::new(),
             failed: None,
             wanted: None,
-            writer: None,
+            saving: None,
         }
     }
 
     /// The thread.
     pub(crate) fn work(mut self) {
         let worked = catch_unwind(AssertUnwindSafe(|| {
-            while let Ok(command) = self.told.recv() {
+            while let Some(command) = self.next() {
                 self.obey(command);
             }
         }));
         if let Err(panic) = worked {
             self.note(None, format!("the job's thread ended in a panic: {}", said(&*panic)), true);
         }
+    }
+
+    /// The next command, once there is one; looks meanwhile at what is being written.
+    fn next(&mut self) -> Option<EngineCommand> {
+        while self.saving.is_some() {
+            match self.told.recv_timeout(SAVING_LOOK) {
+                Ok(command) => return Some(command),
+                Err(RecvTimeoutError::Timeout) => self.look_at_saving(),
+                Err(RecvTimeoutError::Disconnected) => return None,
+            }
+        }
+        self.told.recv().ok()
     }
 
     pub(crate) fn obey(&mut self, command: EngineCommand) {

@@ -126,7 +126,7 @@ pub fn assemble(text: &str, cache: &str) -> Result<Assembled, Box<dyn std::error
         replay: Replay::Nothing,
         paced: Some(paced),
         timed_every: 1,
-        store: Some(Arc::new(Store::open_existing(&description.folder.join("checkpoints"))?)),
+        store: Some(Store::open_existing(&description.folder.join("checkpoints"))?),
         fingerprint: "the fleet's".into(),
     })
 }
