@@ -19,6 +19,7 @@ mod interval;
 mod job;
 pub mod orders;
 mod payback;
+pub mod receipt;
 pub mod record;
 pub mod state;
 
@@ -33,6 +34,7 @@ use crate::message::{
 use crate::settings::Settings;
 use allocation::Targets;
 use fit::Misfit;
+use receipt::Bill;
 use record::{Change, Loss, Paced, Record};
 use state::{Job, JobSpec, State, Wish};
 
@@ -172,6 +174,16 @@ impl Controller {
 
     pub fn state(&self) -> &State {
         &self.state
+    }
+
+    /// Where the time of a job's workers went until now.
+    pub fn bill(&self, job: JobId, now_ms: u64) -> Option<Bill> {
+        let state = self.state.jobs.get(&job)?;
+        let spent = match state.phase {
+            state::Phase::Running | state::Phase::Stopping { .. } => self.spent(job, state),
+            _ => Spent::default(),
+        };
+        Some(state.receipt.bill(now_ms, &state.phase, &spent))
     }
 
     pub fn step(&mut self, now_ms: u64, event: Event) -> Step {

@@ -2,10 +2,12 @@
 //! rest on them come out.
 
 use crate::bug::Bug;
+use crate::controller::receipt::Bill;
 use crate::controller::state::State;
 use crate::controller::{Controller, Event, Step};
 use crate::disk::Disk;
 use crate::log::{Log, LogError, Opened};
+use crate::message::JobId;
 use crate::settings::Settings;
 
 /// The log begins anew after this much.
@@ -43,6 +45,11 @@ impl<D: Disk> Keeper<D> {
 
     pub fn state(&self) -> &State {
         self.controller.state()
+    }
+
+    /// Where the time of a job's workers went until now.
+    pub fn bill(&self, job: JobId, now_ms: u64) -> Option<Bill> {
+        self.controller.bill(job, now_ms)
     }
 
     /// Of the log since it was last begun anew.

@@ -5,8 +5,8 @@ mod common;
 use std::collections::BTreeMap;
 
 use common::{Fleet, changes, closing, pair, spec};
-use shoal_control::controller::record::{Change, Loss, Record, Why};
-use shoal_control::controller::state::{Class, JobSpec, Phase, Rest, State};
+use shoal_control::controller::record::{Change, Failure, Loss, Record, Why};
+use shoal_control::controller::state::{Class, JobSpec, Phase, Rest, State, Wish};
 use shoal_control::controller::{Action, Event};
 use shoal_control::message::*;
 use shoal_control::{Controller, Settings};
@@ -134,7 +134,6 @@ fn one_that_leaves_is_released_when_nothing_is_on_it() {
 
 #[test]
 fn a_cancelled_job_rests_when_its_workers_have_stopped() {
-    use shoal_control::controller::state::Wish;
     let mut fleet = pair();
     fleet.step(Event::Wish { job: JobId(1), wish: Wish::Cancel });
     fleet.part(1, 1, 1, Stage::Stopped, Standing::at(0));
@@ -163,4 +162,135 @@ fn a_joining_said_again_is_no_other_worker() {
     );
     assert!(matches!(records[1], Record::Joined { worker: WorkerId(2), boot: 5, .. }), "{records:?}");
     assert_eq!(fleet.step(join(1)), [], "late, and from a life that is over");
+}
+
+#[test]
+fn one_that_leaves_takes_part_in_moving_its_state_away() {
+    let mut fleet = pair();
+    fleet.leaving_in_ms.insert(WorkerId(1), 60_000);
+    fleet.report(1);
+    for worker in [1, 2] {
+        fleet.part(worker, 1, 1, Stage::Stopped, Standing::at(0));
+    }
+    // The plan is for the other alone, and all of its state comes from the two.
+    fleet.answer(100, 0);
+    let install = |worker: u64| match &fleet.orders[&WorkerId(worker)][&JobId(1)] {
+        Order { epoch, command: Command::Install(installation), .. } => (*epoch, installation.clone()),
+        other => panic!("worker {worker}: {other:?}"),
+    };
+    let (epoch, installation) = install(2);
+    assert_eq!(installation.plan.members, [WorkerId(2)]);
+    assert_eq!(install(1), (epoch, installation), "it is told the same as those it sends to");
+    // Once the new plan runs, nothing of the job is left to it, and it may go.
+    fleet.status(2, 1).next = Some((epoch, Progress::Ready));
+    let records = fleet.report(2);
+    assert!(changes(&records).contains(&(1, Change::Started)), "{records:?}");
+    let left = Record::Lost { worker: WorkerId(1), how: Loss::Left, at_ms: fleet.now_ms };
+    assert!(records.contains(&left), "{records:?}");
+}
+
+/// A job of two workers that was saved at step 1 and at step 2, and is paused.
+fn saved_twice() -> Fleet {
+    let mut fleet = pair();
+    for step in 1..=2 {
+        let standing = Standing { closing: closing(step - 1), ..Standing::at(step) };
+        let epoch = if step == 1 { 1 } else { 2 };
+        for worker in [1, 2] {
+            fleet.part(worker, 1, epoch, Stage::Running, standing);
+        }
+        fleet.step(Event::Wish { job: JobId(1), wish: Wish::Pause });
+        for worker in [1, 2] {
+            fleet.part(worker, 1, epoch, Stage::Stopped, standing);
+        }
+        for worker in [1, 2] {
+            fleet.status(worker, 1).saved = Some(Saved { id: step, done: true, cost_ms: 40 });
+            fleet.report(worker);
+        }
+        fleet.statuses.clear();
+        if step == 1 {
+            fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+            fleet.answer(100, 0);
+            fleet.start(1, 2, &[1, 2]);
+        }
+    }
+    let job = &fleet.controller.state().jobs[&JobId(1)];
+    assert_eq!(job.checkpoints, [Checkpoint { id: 1, step: 1 }, Checkpoint { id: 2, step: 2 }]);
+    assert_eq!(job.save_cost_ms, Some(40));
+    fleet
+}
+
+/// The first worker says why it could not get its state of a plan.
+fn hinder(fleet: &mut Fleet, obstacle: Obstacle) -> Vec<(u64, Change)> {
+    let epoch = fleet.controller.state().jobs[&JobId(1)].epoch;
+    fleet.status(1, 1).next = Some((epoch, Progress::Failed(obstacle)));
+    let records = fleet.report(1);
+    changes(&records)
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_read_is_passed_over_and_the_last_one_is_not_begun_without() {
+    let mut fleet = saved_twice();
+    let unreadable = || Obstacle::Source("part 3 is damaged".to_owned());
+    fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+    for committed in [2, 2, 1, 1] {
+        let job = &fleet.controller.state().jobs[&JobId(1)];
+        assert_eq!(job.committed, committed);
+        fleet.answer(100, 0);
+        hinder(&mut fleet, unreadable());
+    }
+    let job = &fleet.controller.state().jobs[&JobId(1)];
+    assert_eq!((job.phase.clone(), job.committed), (Phase::Resting(Rest::Failed), 1));
+    assert_eq!(job.failure.as_deref(), Some("part 3 is damaged"));
+    assert_eq!(job.kept(), [1, 2], "its owner may mend what could not be read");
+    assert!(fleet.asked.is_empty() && fleet.step(Event::Tick).is_empty(), "it waits for its owner");
+    // The owner has seen to it.
+    fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+    let job = &fleet.controller.state().jobs[&JobId(1)];
+    assert_eq!((job.committed, &job.failure), (2, &None));
+    fleet.answer(100, 0);
+    fleet.statuses.clear();
+    let epoch = fleet.controller.state().jobs[&JobId(1)].epoch;
+    fleet.start(1, epoch.0, &[1, 2]);
+    assert_eq!(fleet.controller.state().jobs[&JobId(1)].phase, Phase::Running);
+}
+
+#[test]
+fn a_worker_that_nothing_can_be_installed_on_gets_no_work() {
+    let mut fleet = saved_twice();
+    fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+    let broken = || Obstacle::Worker("no driver".to_owned());
+    fleet.answer(100, 0);
+    hinder(&mut fleet, broken());
+    fleet.answer(100, 0);
+    hinder(&mut fleet, broken());
+    let quarantined = fleet.controller.state().members[&WorkerId(1)].quarantined_until_ms;
+    assert!(quarantined.is_some(), "{:?}", fleet.records.last());
+    assert_eq!(fleet.asked.pop().map(|asked| asked.2), Some(vec![WorkerId(2)]));
+}
+
+#[test]
+fn where_there_is_no_room_to_move_state_goes_through_a_checkpoint() {
+    let mut fleet = pair();
+    fleet.join(3);
+    fleet.report(3);
+    fleet.answer(50, 10);
+    let standing = Standing { closing: closing(0), ..Standing::at(1) };
+    for worker in [1, 2] {
+        fleet.part(worker, 1, 1, Stage::Stopped, standing);
+    }
+    let begun = hinder(&mut fleet, Obstacle::Room);
+    assert_eq!(begun[0].1, Change::Abandoned { why: Failure::Room });
+    assert!(matches!(begun[1].1, Change::SaveBegun { .. }), "{begun:?}");
+    assert!(fleet.orders[&WorkerId(1)][&JobId(1)].save.is_some(), "nobody has let go yet");
+    for worker in [1, 2] {
+        fleet.status(worker, 1).saved = Some(Saved { id: 1, done: true, cost_ms: 40 });
+        fleet.report(worker);
+    }
+    assert!(changes(&fleet.records).contains(&(1, Change::Released)));
+    assert_eq!(fleet.orders[&WorkerId(1)], BTreeMap::new(), "everyone lets go");
+    fleet.answer(50, 10);
+    let Command::Install(installation) = &fleet.orders[&WorkerId(1)][&JobId(1)].command else {
+        panic!("{:?}", fleet.orders[&WorkerId(1)])
+    };
+    assert_eq!(installation.source, Source::Checkpoint(Checkpoint { id: 1, step: 1 }));
 }

@@ -39,7 +39,7 @@ pub struct Assembled {
     /// In every how many steps own work is timed. A GPU waits for each instruction of a step that is.
     pub timed_every: u64,
     /// Where checkpoints go.
-    pub store: Option<Arc<Store>>,
+    pub store: Option<Store>,
     /// What checkpoints call the job.
     pub fingerprint: String,
 }

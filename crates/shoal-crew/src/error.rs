@@ -43,6 +43,18 @@ impl CrewError {
         }
     }
 
+    /// Why no other plan would get further, where that is so: losses that are no numbers, data or a device that fail.
+    pub(crate) fn keeps_from_running(&self) -> Option<Obstacle> {
+        match self {
+            CrewError::Engine(EngineError::Net(_) | EngineError::Stopped) => None,
+            CrewError::Engine(error @ (EngineError::NotFinite { .. } | EngineError::NoTargets { .. })) => {
+                Some(Obstacle::Source(error.to_string()))
+            }
+            CrewError::Engine(error) => Some(Obstacle::Worker(error.to_string())),
+            _ => None,
+        }
+    }
+
     /// What kept this worker from its state, as the controller is told.
     pub(crate) fn obstacle(&self) -> Obstacle {
         match self {

@@ -5,9 +5,10 @@ use std::any::Any;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
 
-use shoal_control::message::{Epoch, Installation, JobId, Save};
+use shoal_control::message::{Epoch, Installation, JobId, Obstacle, Save};
 use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_data::Order;
 use shoal_engine::stepping::Terms;
@@ -17,8 +18,11 @@ use crate::Crewed;
 use crate::assembly::Assembled;
 use crate::brake::Task;
 use crate::error::{CrewError, Result};
-use crate::save::Writer;
+use crate::save::Saving;
 use crate::share::Share;
+
+/// How often what is being written is looked at while there is nothing else to do.
+const SAVING_LOOK: Duration = Duration::from_millis(20);
 
 pub(crate) struct Hands {
     pub(crate) crewed: Arc<Crewed>,
@@ -29,9 +33,12 @@ pub(crate) struct Hands {
     pub(crate) assembled: Option<Assembled>,
     description: String,
     pub(crate) shares: BTreeMap<Epoch, Share>,
+    /// Why steps cannot be done here, or by anyone. Another plan would not help, so none is installed until the job is let
+    /// go of.
+    pub(crate) failed: Option<Obstacle>,
     /// What is to be saved when its step is there.
     pub(crate) wanted: Option<(Epoch, Save)>,
-    pub(crate) writer: Option<Writer>,
+    pub(crate) saving: Option<Saving>,
 }
 
 impl Hands {
@@ -49,21 +56,34 @@ impl Hands {
             assembled: None,
             description: String::new(),
             shares: BTreeMap::new(),
+            failed: None,
             wanted: None,
-            writer: None,
+            saving: None,
         }
     }
 
     /// The thread.
     pub(crate) fn work(mut self) {
         let worked = catch_unwind(AssertUnwindSafe(|| {
-            while let Ok(command) = self.told.recv() {
+            while let Some(command) = self.next() {
                 self.obey(command);
             }
         }));
         if let Err(panic) = worked {
             self.note(None, format!("the job's thread ended in a panic: {}", said(&*panic)), true);
         }
+    }
+
+    /// The next command, once there is one; looks meanwhile at what is being written.
+    fn next(&mut self) -> Option<EngineCommand> {
+        while self.saving.is_some() {
+            match self.told.recv_timeout(SAVING_LOOK) {
+                Ok(command) => return Some(command),
+                Err(RecvTimeoutError::Timeout) => self.look_at_saving(),
+                Err(RecvTimeoutError::Disconnected) => return None,
+            }
+        }
+        self.told.recv().ok()
     }
 
     pub(crate) fn obey(&mut self, command: EngineCommand) {
@@ -82,7 +102,7 @@ impl Hands {
                 self.wanted.take_if(|(epoch, _)| !epochs.contains(epoch));
                 if epochs.is_empty() {
                     // The device's memory is others' from now on.
-                    self.assembled = None;
+                    (self.assembled, self.failed) = (None, None);
                 }
             }
         }
@@ -91,6 +111,9 @@ impl Hands {
     fn install(&mut self, epoch: Epoch, installation: &Installation) {
         if self.shares.contains_key(&epoch) {
             return self.tell(EngineEvent::Installed { epoch });
+        }
+        if let Some(obstacle) = self.failed.clone() {
+            return self.tell(EngineEvent::NotInstalled { epoch, obstacle });
         }
         let brake = self.task.begin(epoch);
         let installed = self.try_install(epoch, installation, &brake);
@@ -125,9 +148,7 @@ impl Hands {
             Ok(standing) => {
                 let order = order_of(assembled);
                 let record = share.complete_by(&assembled.chain, &terms_of(assembled, &order), &closing);
-                if let Some(record) = record {
-                    self.crewed.tell_step(self.job, epoch, record);
-                }
+                self.crewed.tell_step(self.job, epoch, record);
                 self.tell(EngineEvent::Settled { epoch, standing });
                 self.save_if_there();
             }

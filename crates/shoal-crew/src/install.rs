@@ -99,8 +99,10 @@ impl Hands {
         let assembled = self.assembled.as_ref().ok_or(CrewError::Stopped)?;
         match room(assembled) {
             Err(error) if lacks_room(&error) && !self.shares.is_empty() => {
-                for share in self.shares.values_mut() {
+                for (epoch, share) in &mut self.shares {
                     share.park(&assembled.chain)?;
+                    let sentence = "its state waits in host memory, to make room for the next plan's";
+                    self.crewed.note(self.job, Some(*epoch), sentence.to_owned(), false);
                 }
                 Ok(room(assembled)?)
             }

@@ -114,8 +114,11 @@ impl Crewed {
         let _ = self.events.send((job, event));
     }
 
-    fn tell_step(&self, job: JobId, epoch: Epoch, record: StepRecord) {
-        let _ = self.steps.send(StepDone { job, epoch, record });
+    /// A step whose loss is no number ended the run; it is none for the books.
+    fn tell_step(&self, job: JobId, epoch: Epoch, record: Option<StepRecord>) {
+        if let Some(record) = record.filter(|record| record.loss.is_finite()) {
+            let _ = self.steps.send(StepDone { job, epoch, record });
+        }
     }
 
     fn note(&self, job: JobId, epoch: Option<Epoch>, sentence: String, fatal: bool) {
@@ -147,9 +150,8 @@ impl Crew {
     /// Has something done; what comes of it is told by events.
     pub fn command(&self, job: JobId, command: EngineCommand) {
         let mut jobs = self.jobs();
-        if let Some(hired) = jobs.get(&job).filter(|hired| hired.thread.is_finished()) {
-            // Its thread has said why it ended. What it had is gone with it.
-            let _ = &hired.task;
+        if jobs.get(&job).is_some_and(|hired| hired.thread.is_finished()) {
+            // It has said why, and that this process should end.
             return;
         }
         if !jobs.contains_key(&job) {

@@ -143,7 +143,7 @@ impl Hands {
             let predicted_ms = share.work_ms.filter(|_| timed);
             let pace = predicted_ms.map(|work_ms| (step, percent(own.useful_ms + own.recompute_ms, work_ms)));
             let spent = share.spent;
-            self.crewed.tell_step(self.job, epoch, record);
+            self.crewed.tell_step(self.job, epoch, Some(record));
             self.tell(EngineEvent::Moved { epoch, standing, pace, spent });
             self.look(epoch, bounds, brake, later);
         }
@@ -156,6 +156,7 @@ impl Hands {
             && !brake.is_pulled()
         {
             self.note(Some(epoch), format!("stopped: {error}"), false);
+            self.failed = error.keeps_from_running();
         }
         match self.last_standing(epoch) {
             Ok(standing) => {
@@ -176,9 +177,7 @@ impl Hands {
         {
             let order = order_of(assembled);
             let record = share.complete_by(&assembled.chain, &terms_of(assembled, &order), &closing);
-            if let Some(record) = record {
-                self.crewed.tell_step(self.job, epoch, record);
-            }
+            self.crewed.tell_step(self.job, epoch, record);
         }
         Ok(standing)
     }

@@ -1,22 +1,21 @@
-//! This worker's part of a checkpoint. Slices are copied when they are at the checkpoint's step, and written from the copy
-//! while training goes on; if the host has no room for a copy, they are written where they lie, and training waits.
+//! This worker's part of a checkpoint, by whom the controller named for it. Slices are copied when they are at the
+//! checkpoint's step and written from the copy while training goes on, as [`shoal_engine::saving`] does it for any run.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::Instant;
 
 use shoal_control::message::{Save, Saved, WorkerId};
 use shoal_control::worker::EngineEvent;
 use shoal_engine::EngineError;
 use shoal_engine::run::RNG;
-use shoal_engine::state::PARAMETER;
-use shoal_kernels::{Device, Tensor};
-use shoal_plan::{Plan, Slice};
-use shoal_state::checkpoint::{Header, Slice as SavedSlice, Store};
+use shoal_engine::saving::{Holding, Part, Saver, Share as Written};
+use shoal_kernels::CpuDevice;
+use shoal_plan::Plan;
+use shoal_state::checkpoint::Header;
 
-use crate::error::{CrewError, Result, lacks_room};
+use crate::error::{CrewError, Result};
 use crate::hands::Hands;
 use crate::share::Share;
 
@@ -25,112 +24,87 @@ pub fn save_number(checkpoint: u64) -> u64 {
     checkpoint + 1
 }
 
-/// A thread that writes.
-pub(crate) struct Writer(JoinHandle<()>);
+/// A part that is being written.
+pub(crate) struct Saving {
+    id: u64,
+    saver: Saver,
+    /// How long training was held up for it.
+    cost_ms: u64,
+}
 
 impl Drop for Hands {
     fn drop(&mut self) {
-        self.wait_for_writer();
+        self.end_saving();
     }
-}
-
-/// What this worker writes of a plan's state: slices with their tensors' numbers, and their places in the share.
-fn own_slices(plan: &Plan, share: &Share, save: &Save, own: WorkerId) -> Vec<(usize, usize, Slice)> {
-    let holders = plan.holders();
-    let writes = |devices: &Vec<usize>| {
-        let entry = holders.iter().position(|entry| entry == devices);
-        entry.and_then(|entry| save.writers.get(entry)) == Some(&own)
-    };
-    let mut slices = Vec::new();
-    for (tensor, row) in plan.tensors.iter().enumerate() {
-        let here = share.slices(tensor);
-        for (slice, _) in row.slices().into_iter().filter(|(_, devices)| writes(devices)) {
-            let has = |held: &Slice| held.start <= slice.start && slice.end <= held.end;
-            slices.extend(here.iter().position(has).map(|place| (tensor, place, slice)));
-        }
-    }
-    slices
 }
 
 impl Hands {
     /// Writes what is wanted if it is there, says that it came too late if it was, and waits otherwise.
     pub(crate) fn save_if_there(&mut self) {
+        self.look_at_saving();
         let Some((epoch, save)) = &self.wanted else { return };
         let Some(share) = self.shares.get(epoch) else { return };
-        let (id, step) = (save.checkpoint.id, save.checkpoint.step);
+        let step = save.checkpoint.step;
         if share.step < step {
             return;
         }
         let (epoch, save) = self.wanted.take().expect("it was looked at");
         let began = Instant::now();
-        self.wait_for_writer();
+        self.end_saving();
         let begun = match self.shares[&epoch].is_at(step) {
-            true => self.begin_save(&self.shares[&epoch], &save, began),
+            true => self.begin_save(&self.shares[&epoch], &save),
             false => Err(CrewError::NotHeld { epoch: epoch.0, step, what: "its state is past that".into() }),
         };
+        let (id, cost_ms) = (save.checkpoint.id, began.elapsed().as_millis() as u64);
         match begun {
-            Ok(writer) => self.writer = writer,
+            Ok(saver) => {
+                self.saving = Some(Saving { id, saver, cost_ms });
+                self.look_at_saving();
+            }
             Err(error) => {
                 self.note(Some(epoch), format!("the checkpoint of step {step} lacks a part: {error}"), false);
-                self.tell(EngineEvent::Saved(saved(id, false, began)));
+                self.tell(EngineEvent::Saved(Saved { id, done: false, cost_ms }));
             }
         }
     }
 
-    fn wait_for_writer(&mut self) {
-        if let Some(Writer(thread)) = self.writer.take() {
-            // A thread that panicked has said so, and its part is absent.
-            let _ = thread.join();
+    /// Says so if what was being written is.
+    pub(crate) fn look_at_saving(&mut self) {
+        if self.saving.as_ref().is_some_and(|saving| !saving.saver.is_under_way()) {
+            self.end_saving();
         }
     }
 
-    /// Copies this worker's part and has it written, or writes it.
-    fn begin_save(&self, share: &Share, save: &Save, began: Instant) -> Result<Option<Writer>> {
+    /// Waits for what is being written, and says what became of it.
+    fn end_saving(&mut self) {
+        let Some(Saving { id, mut saver, cost_ms }) = self.saving.take() else { return };
+        let written = saver.settle(true);
+        if let Err(error) = &written {
+            self.note(None, format!("a part of a checkpoint was not written: {error}"), false);
+        }
+        self.tell(EngineEvent::Saved(Saved { id, done: written.is_ok(), cost_ms }));
+    }
+
+    /// Copies this worker's part and has it written; where there is no room for a copy, writes it.
+    fn begin_save(&self, share: &Share, save: &Save) -> Result<Saver> {
         let assembled = self.assembled()?;
         let store = assembled.store.clone().ok_or(CrewError::NoStore)?;
         let own = share.peers.workers[share.peers.rank];
-        let mut writers = save.writers.clone();
-        writers.sort_unstable();
-        writers.dedup();
-        let part = writers.iter().position(|writer| *writer == own).ok_or(CrewError::Stranger)?;
-        let part = Part {
-            header: self.header(share, save.checkpoint.step)?,
-            number: save_number(save.checkpoint.id),
-            part: part + 1,
-            of: writers.len(),
-            slices: self.named_slices(share, save, own)?,
-        };
-        let id = save.checkpoint.id;
-        match copies(share, &part, &assembled.tiers.host) {
-            Ok(copies) => {
-                let (crewed, job) = (self.crewed.clone(), self.job);
-                // What is left goes on beside training.
-                let told = saved(id, true, began);
-                let write = move || {
-                    let written = part.write(&store, |place| Ok(Cow::Borrowed(copies[place].floats())));
-                    if let Err(error) = &written {
-                        crewed.note(
-                            job,
-                            None,
-                            format!("a part of a checkpoint was not written: {error}"),
-                            false,
-                        );
-                    }
-                    crewed.tell(job, EngineEvent::Saved(Saved { done: written.is_ok(), ..told }));
-                };
-                let named = std::thread::Builder::new().name(format!("save of job {}", job.0));
-                let started = named.spawn(write).map_err(|source| EngineError::Thread { source })?;
-                Ok(Some(Writer(started)))
-            }
-            Err(CrewError::Engine(error)) if lacks_room(&error) => {
-                part.write(&store, |place| part.read(share, place))?;
-                self.tell(EngineEvent::Saved(saved(id, true, began)));
-                Ok(None)
-            }
-            Err(error) => Err(error),
+        let part = part_of(&share.plan, share.peers.rank, save, own);
+        let (chain, states) = (Arc::new(assembled.chain.clone()), assembled.optimizer.state_names());
+        let mut saver = Saver::of(store, chain, states, part);
+        let held = Readable { share, host: &assembled.tiers.host };
+        let prepared = saver.prepare(&held, false)?;
+        if let Some(value) = prepared.unfit {
+            let (step, what) = (save.checkpoint.step, "value of a parameter");
+            let value = f64::from(value);
+            return Err(EngineError::NotFinite { step, what, value, checkpoint: None }.into());
         }
+        saver.begin(&held, self.header(share, save.checkpoint.step)?, save_number(save.checkpoint.id))?;
+        Ok(saver)
     }
 
+    /// The same for all parts.
     fn header(&self, share: &Share, step: u64) -> Result<Header> {
         let assembled = self.assembled()?;
         let mut extra = BTreeMap::new();
@@ -147,81 +121,41 @@ impl Hands {
             extra,
         })
     }
-
-    fn named_slices(&self, share: &Share, save: &Save, own: WorkerId) -> Result<Vec<Named>> {
-        let assembled = self.assembled()?;
-        let roles: Vec<&'static str> =
-            std::iter::once(PARAMETER).chain(assembled.optimizer.state_names().iter().copied()).collect();
-        let mut named = Vec::new();
-        for (tensor, place, slice) in own_slices(&share.plan, share, save, own) {
-            let spec = &assembled.chain.tensors[tensor];
-            for (part, role) in roles.iter().enumerate() {
-                let (name, shape) = (spec.name.clone(), spec.shape.clone());
-                named.push(Named { name, shape, role, tensor, place, part, slice });
-            }
-        }
-        Ok(named)
-    }
 }
 
-/// What became of a part, and how long training was held up for it.
-fn saved(id: u64, done: bool, began: Instant) -> Saved {
-    Saved { id, done, cost_ms: began.elapsed().as_millis() as u64 }
-}
-
-/// A slice in one role, as it is found here and as checkpoints call it.
-struct Named {
-    name: String,
-    shape: Vec<usize>,
-    role: &'static str,
-    tensor: usize,
-    place: usize,
-    part: usize,
-    slice: Slice,
-}
-
-struct Part {
-    header: Header,
-    number: u64,
-    part: usize,
-    of: usize,
-    slices: Vec<Named>,
-}
-
-impl Part {
-    fn read<'a>(&self, share: &'a Share, place: usize) -> Result<Cow<'a, [f32]>> {
-        let Named { tensor, place, part, slice, .. } = &self.slices[place];
-        let first = share.slices(*tensor)[*place].start;
-        let within = slice.start - first..slice.end - first;
-        Ok(match share.read(*tensor, *place, *part)? {
-            Cow::Borrowed(values) => Cow::Borrowed(&values[within]),
-            Cow::Owned(values) => Cow::Owned(values[within].to_vec()),
-        })
-    }
-
-    fn write<'d>(&self, store: &Store, mut data: impl FnMut(usize) -> Result<Cow<'d, [f32]>>) -> Result {
-        let slices: Vec<SavedSlice<'_>> = self
-            .slices
-            .iter()
-            .map(|named| SavedSlice {
-                name: &named.name,
-                role: named.role,
-                shape: &named.shape,
-                range: named.slice.range(),
-            })
-            .collect();
-        let begun = store.begin_part(self.header.clone(), self.number, self.part, self.of);
-        let begun = begun.map_err(EngineError::from)?;
-        begun.write(&slices, |place| data(place))?;
-        Ok(())
-    }
-}
-
-/// The part's slices once more, in the host's memory.
-fn copies(share: &Share, part: &Part, host: &Arc<impl Device>) -> Result<Vec<Tensor>> {
-    let copy = |place: usize| -> Result<Tensor> {
-        let values = part.read(share, place)?;
-        Ok(Tensor::from_floats(host.arena(), "a checkpoint's copy", &values).map_err(EngineError::from)?)
+/// What a worker writes of a plan's state: the slices of those sets of holders that it was named for.
+fn part_of(plan: &Plan, rank: usize, save: &Save, own: WorkerId) -> Option<Part> {
+    let mut writers = save.writers.clone();
+    writers.sort_unstable();
+    writers.dedup();
+    let number = writers.iter().position(|writer| *writer == own)? + 1;
+    let sets = plan.holders();
+    let writes = |devices: &Vec<usize>| {
+        let set = sets.iter().position(|set| set == devices);
+        set.and_then(|set| save.writers.get(set)) == Some(&own)
     };
-    (0..part.slices.len()).map(copy).collect()
+    let mut shares = Vec::new();
+    for (tensor, row) in plan.tensors.iter().enumerate() {
+        for (slice, _) in row.slices().into_iter().filter(|(_, devices)| writes(devices)) {
+            let here = row.optimizer.iter().find(|held| held.slice == slice && held.holder.device() == rank);
+            shares.extend(here.map(|held| Written { tensor, slice, holder: held.holder }));
+        }
+    }
+    Some(Part { number, of: writers.len(), shares })
+}
+
+/// A share as parts are read from it, wherever it lies.
+struct Readable<'a> {
+    share: &'a Share,
+    host: &'a CpuDevice,
+}
+
+impl Holding for Readable<'_> {
+    fn read(&self, written: &Written, role: usize) -> shoal_engine::error::Result<Cow<'_, [f32]>> {
+        self.share.read_slice(written.tensor, written.slice, role)
+    }
+
+    fn host(&self) -> &CpuDevice {
+        self.host
+    }
 }

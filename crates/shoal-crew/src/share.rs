@@ -8,10 +8,11 @@ use std::time::Instant;
 
 use shoal_control::message::{Epoch, Spent, WorkerId};
 use shoal_engine::disk::DiskSlice;
+use shoal_engine::error::Result as EngineResult;
 use shoal_engine::metrics::StepRecord;
 use shoal_engine::state::{HeldSlice, Kept};
 use shoal_engine::stepping::{self, Terms};
-use shoal_engine::{Executor, LossScale, StepOutcome};
+use shoal_engine::{EngineError, Executor, LossScale, StepOutcome};
 use shoal_kernels::{Device, Tensor};
 use shoal_model::Chain;
 use shoal_plan::{Closing, Plan, Program, Slice};
@@ -80,13 +81,30 @@ impl Share {
     }
 
     /// A slice's parameters (0) or one of its states (from 1).
-    pub fn read(&self, tensor: usize, place: usize, part: usize) -> Result<Cow<'_, [f32]>> {
+    pub fn read(&self, tensor: usize, place: usize, part: usize) -> EngineResult<Cow<'_, [f32]>> {
         match &self.body {
             Body::Executor(executor) => {
-                Ok(executor.state.tensors[tensor].slices[place].get(executor.tiers(), part)?)
+                executor.state.tensors[tensor].slices[place].get(executor.tiers(), part)
             }
             Body::Parked(parked) => parked[tensor][place].read(part),
         }
+    }
+
+    /// The same of elements that lie in one slice, in whichever memory.
+    pub fn read_slice(&self, tensor: usize, wanted: Slice, part: usize) -> EngineResult<Cow<'_, [f32]>> {
+        let slices = self.slices(tensor);
+        let has = |slice: &Slice| slice.start <= wanted.start && wanted.end <= slice.end;
+        let place = slices.iter().position(has).ok_or_else(|| {
+            let tensor = &self.plan.tensors[tensor].tensor;
+            EngineError::Torn { tensor: format!("{tensor} {}..{}", wanted.start, wanted.end) }
+        })?;
+        let first = slices[place].start;
+        let within = wanted.start - first..wanted.end - first;
+        Ok(match self.read(tensor, place, part)? {
+            Cow::Borrowed(values) => Cow::Borrowed(&values[within]),
+            Cow::Owned(values) if within.len() == values.len() => Cow::Owned(values),
+            Cow::Owned(values) => Cow::Owned(values[within].to_vec()),
+        })
     }
 
     /// Whether every slice is at a step, and nothing past it.
@@ -106,26 +124,23 @@ impl Share {
         let Body::Executor(executor) = &mut self.body else { return Ok(()) };
         let (tiers, mut parked) = (executor.tiers().clone(), Vec::new());
         for (held, spec) in executor.state.tensors.iter().zip(&chain.tensors) {
-            let park = |held: &HeldSlice| -> Result<Parked> {
+            let park = |held: &HeldSlice| -> EngineResult<Parked> {
                 let place = match &held.kept {
                     Kept::Disk(disk) => ParkedPlace::Disk(disk.clone()),
                     Kept::Memory(tensors) => {
                         let who = format!("{} of the plan before", spec.name);
-                        let copy = |part: usize| -> Result<Tensor> {
+                        let copy = |part: usize| -> EngineResult<Tensor> {
                             let values = held.get(&tiers, part)?;
-                            Ok(Tensor::from_floats(tiers.host.arena(), &who, &values)
-                                .map_err(shoal_engine::EngineError::from)?)
+                            Ok(Tensor::from_floats(tiers.host.arena(), &who, &values)?)
                         };
-                        ParkedPlace::Host((0..=tensors.optimizer.len()).map(copy).collect::<Result<_>>()?)
+                        let parts = 0..=tensors.optimizer.len();
+                        ParkedPlace::Host(parts.map(copy).collect::<EngineResult<_>>()?)
                     }
-                    Kept::Lent => {
-                        let torn = shoal_engine::EngineError::Torn { tensor: spec.name.clone() };
-                        return Err(torn.into());
-                    }
+                    Kept::Lent => return Err(EngineError::Torn { tensor: spec.name.clone() }),
                 };
                 Ok(Parked { slice: held.slice, version: held.version, place })
             };
-            parked.push(held.slices.iter().map(park).collect::<Result<_>>()?);
+            parked.push(held.slices.iter().map(park).collect::<EngineResult<_>>()?);
         }
         self.body = Body::Parked(parked);
         Ok(())
@@ -173,7 +188,7 @@ impl Share {
 }
 
 impl Parked {
-    fn read(&self, part: usize) -> Result<Cow<'_, [f32]>> {
+    fn read(&self, part: usize) -> EngineResult<Cow<'_, [f32]>> {
         match &self.place {
             ParkedPlace::Host(tensors) => Ok(Cow::Borrowed(tensors[part].floats())),
             ParkedPlace::Disk(disk) => {

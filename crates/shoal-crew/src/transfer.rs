@@ -244,29 +244,14 @@ fn send_all(
     for (tensor, pieces) in outgoing {
         for part in 0..=states {
             for piece in pieces.iter().filter(|piece| part == 0 || !piece.only_parameters) {
-                let share = held.ok_or_else(|| missing(*tensor))?;
-                let slices = share.slices(*tensor);
-                let has = |slice: &Slice| slice.start <= piece.slice.start && piece.slice.end <= slice.end;
-                let place = slices.iter().position(has).ok_or_else(|| missing(*tensor))?;
-                let first = slices[place].start;
-                let values = share.read(*tensor, place, part).map_err(in_engine)?;
-                let values = &values[piece.slice.start - first..piece.slice.end - first];
-                line.send(piece.tag(part), bytemuck::cast_slice(values))?;
+                let missing =
+                    || EngineError::Torn { tensor: format!("tensor {tensor}, to be sent from here") };
+                let values = held.ok_or_else(missing)?.read_slice(*tensor, piece.slice, part)?;
+                line.send(piece.tag(part), bytemuck::cast_slice(&values))?;
             }
         }
     }
     Ok(())
-}
-
-fn missing(tensor: usize) -> EngineError {
-    EngineError::Torn { tensor: format!("tensor {tensor}, which is to be sent from here") }
-}
-
-fn in_engine(error: CrewError) -> EngineError {
-    match error {
-        CrewError::Engine(error) => error,
-        other => EngineError::Torn { tensor: other.to_string() },
-    }
 }
 
 /// Tensors as they come together here, from what is held and what comes, each element once. Room in two memories is set
@@ -320,7 +305,7 @@ impl<'a, L: Fn(WorkerId) -> Line<'a>> Gathering<'a, L> {
     fn gather(&self, tensor: usize, part: usize, whole: &mut [f32]) -> EngineResult {
         if let Some(share) = self.held {
             for (place, slice) in share.slices(tensor).into_iter().enumerate() {
-                let values = share.read(tensor, place, part).map_err(in_engine)?;
+                let values = share.read(tensor, place, part)?;
                 whole[slice.range()].copy_from_slice(&values);
             }
         }

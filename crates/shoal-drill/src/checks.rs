@@ -6,6 +6,7 @@ use shoal_control::controller::state::{Base, Job, Phase, Rest, State};
 use shoal_control::message::{Epoch, JobId, Plan};
 
 use crate::engine::JobEngine;
+use crate::ledger::Ledger;
 use crate::toy::{Rights, SLICES};
 use crate::world::World;
 
@@ -28,6 +29,7 @@ pub struct Checks {
     seen: u64,
     /// Jobs that have had a complete checkpoint.
     saved: BTreeSet<JobId>,
+    pub ledger: Ledger,
 }
 
 impl Checks {
@@ -42,6 +44,7 @@ impl Checks {
     /// What it finds in its log is all that it had said, and what it had in memory if no record is missing. Records that
     /// starting itself made are no part of what was found.
     pub fn restarted(&mut self, state: &State, made: u64) -> Option<Broken> {
+        self.ledger.begin(state);
         let (told, revision, rule) = (self.told, state.revision - made, "nothing said that can be forgotten");
         self.seen = 0;
         if revision < told {
@@ -136,6 +139,9 @@ impl Checks {
         if let Some(broken) = self.holdings(world, state) {
             return Some(broken);
         }
+        if let Some(broken) = self.receipts(world) {
+            return Some(broken);
+        }
         for (id, job) in &state.jobs {
             if job.counted - job.undone != job.committed {
                 let sentence =
@@ -174,6 +180,19 @@ impl Checks {
                         return Some(("no torn checkpoint", sentence));
                     }
                 }
+            }
+        }
+        None
+    }
+
+    fn receipts(&self, world: &World) -> Option<Broken> {
+        let keeper = world.keeper.as_ref()?;
+        for id in keeper.state().jobs.keys() {
+            // As of the last record.
+            let bill = keeper.bill(*id, 0)?;
+            let whole = self.ledger.whole(*id);
+            if bill.parts.sum() != bill.whole || Some(bill.whole) != whole {
+                return Some(("every millisecond once", format!("{id:?}: {bill:?}, but {whole:?}")));
             }
         }
         None

@@ -4,7 +4,7 @@
 //!
 //! - `faults`: what goes wrong when, and what healing is.
 //! - `world`: the queue of events, the processes, their clocks and the network between them.
-//! - `checks`: what must hold after every event.
+//! - `checks`: what must hold after every event; `ledger`: receipts, counted a second time.
 //! - `toy`, `engine`, `store`: training without arithmetic, in which a wrong step can be seen for good.
 //! - `disk`: a disk that tears what was not flushed.
 //! - `coverage`: how often each fault and each transition happened.
@@ -23,12 +23,15 @@
 //! 9. **Nothing begun anew.** A job that had a complete checkpoint never begins from nothing.
 //! 10. **Room is made.** What comes from storage does not meet old state that nobody needs.
 //! 11. **Every record fits.** The controller comes to no decision that its own log would not take.
+//! 12. **Every millisecond once.** The parts of each job's receipt add up to the time its workers had something of it, and
+//!     to what they cost meanwhile.
 
 mod checks;
 mod coverage;
 mod disk;
 mod engine;
 mod faults;
+mod ledger;
 mod random;
 mod store;
 mod toy;

@@ -10,7 +10,7 @@ use shoal_control::controller::record::{Change, Paced, Record};
 use shoal_control::controller::state::{Phase, Rest};
 use shoal_control::controller::{self, Action, Proposal};
 use shoal_control::log::LogError;
-use shoal_control::message::{Epoch, JobId, Plan, ToController, ToWorker, WorkerId};
+use shoal_control::message::{Epoch, JobId, Plan, Price, ToController, ToWorker, WorkerId};
 use shoal_control::worker::{self, EngineCommand, EngineEvent};
 use shoal_control::{Bug, Keeper, Settings, Worker};
 
@@ -364,6 +364,7 @@ impl<'a> World<'a> {
     /// Takes the controller's actions.
     fn act(&mut self, step: controller::Step) {
         for record in &step.records {
+            self.checks.ledger.record(record);
             let jobs = self.keeper.as_ref().map(|keeper| &keeper.state().jobs);
             let job = record.job().and_then(|job| jobs?.get(&job));
             self.coverage.record(record, job.is_some_and(|job| !job.checkpoints.is_empty()));
@@ -448,7 +449,8 @@ impl<'a> World<'a> {
         }
         process.life += 1;
         process.frozen_until_ms = 0;
-        let mut worker = Worker::new(settings, &node.to_string(), "", seed_boot);
+        let price = Price(3_600 * (node as u64 + 1));
+        let mut worker = Worker::new(settings, &node.to_string(), "", seed_boot).priced(price);
         worker.plant(bug);
         process.worker = Some(worker);
         let life = process.life;

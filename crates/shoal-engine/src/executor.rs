@@ -20,7 +20,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-pub use between::Whole;
 use clockwork::Clockwork;
 pub use clockwork::Traced;
 pub use replay::Replay;

@@ -6,6 +6,7 @@
 //! - [`disk`]: state that lies on a disk.
 //! - [`stepping`]: one training step, by its number.
 //! - [`run`]: step after step: data, schedule, evaluation, checkpoints, metrics.
+//! - [`saving`]: one worker's part of each checkpoint, written while the next steps run.
 //! - [`metrics`]: `metrics.jsonl`, one line a step, true across restarts.
 //! - [`identity`]: whether a run folder belongs to this job.
 //! - [`loss_scale`]: what fp16 gradients are multiplied by.
@@ -26,6 +27,7 @@ pub mod loss_scale;
 pub mod metrics;
 pub mod rate;
 pub mod run;
+pub mod saving;
 pub mod state;
 pub mod stepping;
 

@@ -205,7 +205,13 @@ pub struct Tiers {
 impl Tiers {
     /// A device whose state is all in its own memory needs no other; what is asked of them is refused.
     pub fn only(device: Arc<dyn Device>) -> Result<Tiers> {
-        let host = Arc::new(CpuDevice::with_arena(Arena::new("host", CpuDevice::workspace_bytes(1))?, 1)?);
+        Tiers::with_room(device, 0)
+    }
+
+    /// The same, with so many bytes of its host's memory for copies of its state.
+    pub fn with_room(device: Arc<dyn Device>, host_bytes: u64) -> Result<Tiers> {
+        let arena = Arena::new("host", host_bytes + CpuDevice::workspace_bytes(1))?;
+        let host = Arc::new(CpuDevice::with_arena(arena, 1)?);
         Ok(Tiers { device, host, disk: Path::new("").into() })
     }
 

@@ -18,6 +18,8 @@
 //! counts. Nothing in a manifest depends on time or place: the same state gives the same bytes.
 
 mod blocks;
+#[cfg(test)]
+mod crashes;
 mod load;
 mod manifest;
 mod name;
@@ -33,11 +35,13 @@ use std::sync::Arc;
 
 pub use load::Checkpoint;
 pub use manifest::{FORMAT, Header, Manifest, Shard, TensorEntry};
+pub(crate) use name::REPLACED;
 pub use pack::Slice;
 pub use write::{Entry, PartWriter, Saved};
 
 use crate::disk::{Disk, RealDisk};
 use crate::error::{Error, Result};
+pub use crate::place::Location;
 use crate::place::{Folder, Listed, Place};
 use name::PartName;
 
@@ -85,6 +89,36 @@ impl Store {
         Ok(Store::at(Arc::new(Folder::existing(root, Arc::new(RealDisk))?)))
     }
 
+    /// [`Store::open`], wherever it lies.
+    pub fn open_at(location: &Location) -> Result<Store> {
+        match location {
+            Location::Folder(root) => Store::open(root),
+            Location::Objects { url, options } => {
+                let store = Store::of_objects(url, options)?;
+                store.tidy()?;
+                Ok(store)
+            }
+        }
+    }
+
+    /// [`Store::open_existing`], wherever it lies.
+    pub fn open_existing_at(location: &Location) -> Result<Store> {
+        match location {
+            Location::Folder(root) => Store::open_existing(root),
+            Location::Objects { url, options } => Store::of_objects(url, options),
+        }
+    }
+
+    #[cfg(feature = "object-store")]
+    fn of_objects(url: &str, options: &BTreeMap<String, String>) -> Result<Store> {
+        Ok(Store::at(Arc::new(crate::place::Objects::open(url, options)?)))
+    }
+
+    #[cfg(not(feature = "object-store"))]
+    fn of_objects(url: &str, _options: &BTreeMap<String, String>) -> Result<Store> {
+        Err(Error::NoObjects { url: url.to_owned() })
+    }
+
     pub(crate) fn open_on(root: &Path, disk: Arc<dyn Disk>) -> Result<Store> {
         let store = Store::at(Arc::new(Folder::make(root, disk)?));
         store.tidy()?;
@@ -111,10 +145,12 @@ impl Store {
         self.place.root()
     }
 
-    /// A number for a save that no save here has, finished or not.
-    pub fn next_id(&self) -> Result<u64> {
-        let greatest = self.parts()?.iter().map(|found| found.name.id).max();
-        Ok(greatest.map_or(name::FIRST_ID, |id| (id + 1).max(name::FIRST_ID)))
+    /// A number for a save that no save of this step has, finished or not. It counts from 1 at every step, so a run that
+    /// was interrupted writes the same bytes as one that was not. Someone who gives out numbers otherwise is free to.
+    pub fn next_id(&self, step: u64) -> Result<u64> {
+        let parts = self.parts()?;
+        let of_step = parts.iter().filter(|found| found.name.step == step);
+        Ok(of_step.map(|found| found.name.id).max().unwrap_or(name::FORMAT_1_ID) + 1)
     }
 
     /// The steps of the checkpoints that are complete, ascending: all parts are there, their manifests are whole
@@ -215,14 +251,21 @@ impl Store {
         self.place.tidy()
     }
 
-    /// Everything there with a part's name, good or bad. Other names are none of ours.
+    /// Everything there with a part's name, good or bad. Other names are none of ours. A folder that a save of format 1
+    /// set aside counts where the one that was to replace it did not get its name.
     fn parts(&self) -> Result<Vec<Found>> {
-        let listed = self.place.list()?.into_iter();
+        let listed = self.place.list()?;
+        let names: BTreeSet<String> = listed.iter().map(|listed| listed.name.clone()).collect();
+        let format_1 = |name: &str| match name.strip_suffix(REPLACED) {
+            Some(replaced) if names.contains(replaced) => None,
+            Some(replaced) => PartName::parse_format_1(replaced),
+            None => PartName::parse_format_1(name),
+        };
         let named = |listed: Listed| {
-            let name = PartName::parse(&listed.name).or_else(|| PartName::parse_format_1(&listed.name))?;
+            let name = PartName::parse(&listed.name).or_else(|| format_1(&listed.name))?;
             Some(Found { name, listed })
         };
-        Ok(listed.filter_map(named).collect())
+        Ok(listed.into_iter().filter_map(named).collect())
     }
 
     /// Step and number of the saves that are complete, ascending.

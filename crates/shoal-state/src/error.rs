@@ -41,6 +41,15 @@ pub enum Error {
         range.start, range.end, text::quoted(tensor)
     )]
     Range { path: PathBuf, tensor: String, elements: u64, range: Range<usize>, buffer: usize },
+    /// An object store refused, or could not be reached.
+    #[error("{path}: cannot {action}: {reason}")]
+    Objects { path: PathBuf, action: &'static str, reason: String },
+    /// An object store is named, and this program knows none.
+    #[error("{url}: this program was built without object stores")]
+    NoObjects { url: String },
+    /// A URL that names no place. It is not shown: there may be a secret in it.
+    #[error("a URL with {}:// cannot be used: {reason}", text::printable(scheme))]
+    Location { scheme: String, reason: String },
     /// A part of a checkpoint that cannot be begun.
     #[error("{path}: cannot write it: {reason}")]
     Part { path: PathBuf, reason: String },
@@ -125,6 +134,14 @@ impl Error {
             | Error::Part { .. }
             | Error::Entry { .. }
             | Error::NoState { .. } => None,
+            Error::Objects { .. } => Some(
+                "check bucket, region and credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and their like) in the environment"
+                    .to_owned(),
+            ),
+            Error::NoObjects { .. } => {
+                Some("build it with `--features object-store`, or name a folder".to_owned())
+            }
+            Error::Location { .. } => Some("name a folder, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX".to_owned()),
             Error::Damaged { .. } => {
                 Some("this checkpoint cannot be trusted; go back to an earlier one".to_owned())
             }

@@ -3,12 +3,18 @@
 //! manifest is put last) and agree in what that means: a finished part is whole and stays as it is until it is removed.
 
 mod folder;
+mod location;
+#[cfg(feature = "object-store")]
+mod objects;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 pub(crate) use folder::{Folder, OpenFile};
+pub use location::Location;
+#[cfg(feature = "object-store")]
+pub(crate) use objects::Objects;
 
 use crate::error::Result;
 

@@ -49,14 +49,14 @@ fn a_checkpoint_comes_back_as_it_was_saved() {
     assert!(store.latest().expect("an empty folder is no error").is_none());
     save(&store, 100, 1.0);
     let path = save(&store, 200, 2.0);
-    assert!(path.ends_with("checkpoints/step-00000200-save-3-part-1-of-1"), "{path:?}");
+    assert!(path.ends_with("checkpoints/step-00000200-save-1-part-1-of-1"), "{path:?}");
 
     assert_eq!(store.list().expect("listed"), [100, 200]);
     let (checkpoint, skipped) = store.latest().expect("whole").expect("there is one");
     assert!(skipped.is_empty());
     assert_eq!(checkpoint.header(), &header(200));
     let [manifest] = checkpoint.manifests() else { panic!("one part") };
-    assert_eq!((checkpoint.id(), manifest.part, manifest.of), (3, 1, 1));
+    assert_eq!((checkpoint.id(), manifest.part, manifest.of), (1, 1, 1));
     let files: Vec<&str> = manifest.shards.iter().map(|shard| shard.file.as_str()).collect();
     assert_eq!(files, ["first_moment-00001.safetensors", "parameter-00001.safetensors"]);
     assert_eq!(manifest.shards[1].tensors[0].shape, [2, 3]);
@@ -170,9 +170,9 @@ fn a_run_never_starts_anew_because_its_checkpoints_went_bad() {
     assert!(error.hint().expect("a hint").contains("nothing was removed"));
     assert!(store.load(100).expect_err("cut").hint().expect("a hint").contains("earlier"));
 
-    fs::remove_file(dir.path().join("checkpoints/step-00000100-save-2-part-1-of-1/manifest.json"))
+    fs::remove_file(dir.path().join("checkpoints/step-00000100-save-1-part-1-of-1/manifest.json"))
         .expect("removed");
-    fs::remove_dir_all(dir.path().join("checkpoints/step-00000200-save-3-part-1-of-1")).expect("removed");
+    fs::remove_dir_all(dir.path().join("checkpoints/step-00000200-save-1-part-1-of-1")).expect("removed");
     assert!(
         matches!(store.latest(), Err(Error::NoneValid { .. })),
         "a folder without a manifest is not nothing"
@@ -205,7 +205,7 @@ fn a_manifest_of_another_format_or_step_is_not_read() {
     rewritten("\"step\": 200", "\"step\": 300");
     let error = store.load(200).expect_err("another step's");
     assert!(error.to_string().ends_with("the manifest is of step 300, the folder of step 200"), "{error}");
-    rewritten("\"id\": 3", "\"id\": 4");
+    rewritten("\"id\": 1", "\"id\": 4");
     let error = store.load(200).expect_err("another save's");
     assert!(error.to_string().contains("is of step-00000200-save-4-part-1-of-1, the folder of"), "{error}");
     rewritten("\"block_bytes\": 4194304", "\"block_bytes\": 0");
@@ -236,7 +236,7 @@ fn the_old_ones_are_collected_and_the_newest_whole_one_never() {
     }
     assert_eq!(store.collect(3).expect("collected"), [1, 2]);
     assert_eq!(store.list().expect("listed"), [3, 4, 5]);
-    fs::write(dir.path().join("checkpoints/step-00000005-save-6-part-1-of-1/manifest.json"), "{}")
+    fs::write(dir.path().join("checkpoints/step-00000005-save-1-part-1-of-1/manifest.json"), "{}")
         .expect("spoilt");
     assert_eq!(store.collect(1).expect("collected"), [3], "the spoilt one does not count as kept");
     assert_eq!(store.list().expect("listed"), [4]);
@@ -249,7 +249,7 @@ fn leftovers_are_tidied_by_the_writer_and_left_by_a_reader() {
     let dir = TempDir::new().expect("a temporary folder");
     save(&open(&dir), 100, 1.0);
     let root = dir.path().join("checkpoints");
-    let partial = root.join("step-00000200-save-3-part-1-of-1.partial");
+    let partial = root.join("step-00000200-save-1-part-1-of-1.partial");
     fs::create_dir(&partial).expect("made");
     fs::write(partial.join("parameter-00001.safetensors"), "half").expect("written");
     fs::create_dir(root.join("mine.partial")).expect("made");

@@ -136,7 +136,7 @@ fn saves_of_one_step_never_mix() {
     write_part(&store, (10, 2), 2, 3, &even(3)[1]).expect("the one left behind comes to its end");
     assert_holds(&store.load(10).expect("complete"), 3);
     assert_holds(&store.load_save(10, 2).expect("complete too"), 2);
-    assert_eq!(store.next_id().expect("a number"), 4);
+    assert_eq!(store.next_id(10).expect("a number"), 4);
     assert_eq!(store.collect(1).expect("collected"), [0u64; 0], "the step is still there");
     assert!(store.load_save(10, 2).is_err(), "the earlier save is not needed");
     assert_holds(&store.load(10).expect("complete"), 3);
@@ -205,7 +205,7 @@ fn what_is_not_kept_is_removed_whole_or_not() {
 fn parts_that_cannot_be_begun_are_refused() {
     let dir = TempDir::new().expect("a temporary folder");
     let store = store(&dir);
-    for (id, part, of) in [(2, 0, 1), (2, 2, 1), (2, 1, 0), (1, 1, 1)] {
+    for (id, part, of) in [(2, 0, 1), (2, 2, 1), (2, 1, 0), (0, 1, 1)] {
         assert!(matches!(store.begin_part(header(1), id, part, of), Err(Error::Part { .. })));
     }
     let slices = [Slice { name: "a", role: "parameter", shape: &[7, 9], range: 0..64 }];
@@ -255,14 +255,14 @@ fn folders_of_format_1_are_read() {
     [3, 7].iter().for_each(|step| assert_golden(&store, *step));
 
     // New saves go beside them and push them out.
-    write_all(&store, 7, store.next_id().expect("a number"), 2);
-    assert_holds(&store.load(7).expect("complete"), 2);
+    write_all(&store, 7, store.next_id(7).expect("a number"), 2);
+    assert_holds(&store.load(7).expect("complete"), 1);
     assert_eq!(store.collect(1).expect("collected"), [3]);
     assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 2);
 
     fs::rename(
-        dir.path().join("step-00000007-save-2-part-1-of-2"),
-        dir.path().join("step-00000008-save-2-part-1-of-1"),
+        dir.path().join("step-00000007-save-1-part-1-of-2"),
+        dir.path().join("step-00000008-save-1-part-1-of-1"),
     )
     .expect("renamed");
     let error = store.load(8).expect_err("a folder that was renamed");

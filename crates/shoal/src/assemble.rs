@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 
 use shoal_data::{Dataset, DatasetSpec, ImageSpec, Tokenizer, Variation};
 use shoal_engine::import::reader;
-use shoal_engine::{Executor, KindRate, ModelState, Replay, RunSettings, rate};
+use shoal_engine::{Executor, KindRate, ModelState, Replay, RunSettings, Tiers, rate};
 use shoal_kernels::cuda::GpuFacts;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
 use shoal_model::{Chain, ImageShape, Layer, LayerKind, Precision, TensorSpec};
+use shoal_nn::init;
 use shoal_nn::layer::element;
-use shoal_nn::{OptimizerSettings, init};
 use shoal_plan::{
     Activations, DeviceOffer, Plan, Planned, Preferences, Purpose, StepShape, forecast, plan_one_device,
     verify,
@@ -88,6 +88,15 @@ impl LocalDevice {
             threads,
             instruction_set: CpuDevice::instruction_set(),
             budget_bytes,
+        }
+    }
+
+    /// Host memory beside a step that takes so much of the device's: what is left of the budget where both are one, else
+    /// what the host can spare.
+    pub fn host_room_bytes(&self, step_bytes: u64) -> u64 {
+        match &self.gpu {
+            None => self.budget_bytes.saturating_sub(step_bytes),
+            Some(_) => LocalDevice::new(None, None).budget_bytes,
         }
     }
 
@@ -346,19 +355,22 @@ fn output_names(chain: &Chain) -> Vec<&str> {
     slots.filter(|(slot, _)| slot.is_output()).map(|(_, index)| chain.tensors[*index].name.as_str()).collect()
 }
 
-/// Room for a job's model; its parameters are set unless a checkpoint will set them.
+/// Room for a job's model, and `host_bytes` for a copy of its state; its parameters are set unless a checkpoint will set
+/// them.
 pub fn executor(
     job: &Job,
     chain: &Chain,
     device: Arc<dyn Device>,
-    optimizer: &OptimizerSettings,
+    host_bytes: u64,
     set_parameters: bool,
 ) -> Result<Executor> {
+    let optimizer = &job.optimizer;
     let mut state = ModelState::allocate(&*device, chain, job.sequence, job.precision, Some(optimizer))?;
     if set_parameters {
         set_initial(job, chain, |set| Ok(state.fill(&*device, chain, set)?))?;
     }
-    let mut executor = Executor::new(device, chain.clone(), job.sequence, state)?;
+    let tiers = Tiers::with_room(device, host_bytes)?;
+    let mut executor = Executor::with(tiers, None, chain.clone(), job.sequence, state)?;
     executor.set_replay(job.graphs.unwrap_or_else(|| usual_replay(chain)));
     Ok(executor)
 }

@@ -53,8 +53,10 @@ impl Controller {
         };
         let (worker, _) =
             self.seen.iter().find(|(worker, seen)| seen.strikes >= STRIKES_MAX && usable(worker))?;
-        let jobs = self.state.jobs.values().filter(|job| job.involved().contains(worker));
-        let least = jobs.map(|job| job.spec.workers_min).max()?;
+        // Those that have something on it, and those that may just have failed to.
+        let concerned =
+            |job: &&Job| matches!(job.phase, Phase::Planning { .. }) || job.involved().contains(worker);
+        let least = self.state.jobs.values().filter(concerned).map(|job| job.spec.workers_min).max()?;
         let others = self.state.members.keys().filter(|other| *other != worker && usable(other)).count();
         let until_ms = now_ms + self.settings.quarantine_ms.min(NOTICE_MS_MAX);
         (others >= least.max(1)).then_some(Record::Quarantined { worker: *worker, until_ms })

@@ -19,6 +19,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use shoal_plan::Closing;
 
+use super::receipt::{Before, Receipt};
 use super::record::{Change, Failure, Paced, Why};
 use crate::message::{Checkpoint, Epoch, Plan, Save, WorkerId};
 
@@ -158,6 +159,8 @@ pub struct Job {
     pub cramped: bool,
     /// What planners foresaw for so many workers, in milliseconds a step.
     pub foreseen: BTreeMap<usize, u64>,
+    /// Where its workers' time went.
+    pub receipt: Receipt,
 }
 
 impl Job {
@@ -184,6 +187,7 @@ impl Job {
             failure: None,
             cramped: false,
             foreseen: BTreeMap::new(),
+            receipt: Receipt::default(),
         }
     }
 
@@ -247,7 +251,16 @@ impl Job {
     }
 
     /// Only a change that fits (`fit`) comes here.
-    pub(super) fn apply(&mut self, change: &Change) {
+    pub(super) fn apply(&mut self, at_ms: u64, change: &Change) {
+        let before = Before::of(self);
+        self.receipt.pass(at_ms, &self.phase);
+        self.take_in(change);
+        let mut receipt = self.receipt;
+        receipt.follow(change, &before, self);
+        self.receipt = receipt;
+    }
+
+    fn take_in(&mut self, change: &Change) {
         match change {
             Change::Wished { wish } => self.hear_wish(*wish),
             Change::Asked { request, workers } => {

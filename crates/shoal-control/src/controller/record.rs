@@ -193,3 +193,18 @@ impl Record {
         }
     }
 }
+
+impl Change {
+    /// Whether workers get something of the job by it, or let go of it.
+    pub(super) fn moves_state(&self) -> bool {
+        matches!(
+            self,
+            Change::Moving { .. }
+                | Change::Abandoned { .. }
+                | Change::Started
+                | Change::Restored { .. }
+                | Change::Released
+                | Change::Rested { .. }
+        )
+    }
+}

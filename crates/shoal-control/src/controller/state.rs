@@ -70,6 +70,10 @@ impl State {
             }
             Record::Lost { worker, how, at_ms } => {
                 self.members.remove(worker);
+                for job in self.jobs.values_mut().filter(|job| job.involved().contains(worker)) {
+                    job.receipt.pass(*at_ms, &job.phase);
+                    engage(&self.members, job);
+                }
                 if *how != Loss::Left {
                     self.changed(*at_ms);
                     self.changes.losses += 1;
@@ -86,9 +90,12 @@ impl State {
             }
             Record::Cleared { worker } => self.member(*worker, |member| member.quarantined_until_ms = None),
             Record::Submitted { job, spec, .. } => drop(self.jobs.insert(*job, Job::new(spec.clone()))),
-            Record::Job { job, change, .. } => {
+            Record::Job { job, at_ms, change } => {
                 let job = self.jobs.get_mut(job).ok_or(Misfit::NoJob(*job))?;
-                job.apply(change);
+                job.apply(*at_ms, change);
+                if change.moves_state() {
+                    engage(&self.members, job);
+                }
             }
         }
         Ok(())
@@ -151,4 +158,12 @@ impl State {
             }
         }
     }
+}
+
+/// Counts who has something of a job.
+fn engage(members: &BTreeMap<WorkerId, Member>, job: &mut Job) {
+    let involved = job.involved();
+    let alive = || involved.iter().filter_map(|worker| members.get(worker));
+    let price = alive().fold(0_u64, |sum, member| sum.saturating_add(member.price.0));
+    job.receipt.engage(alive().count() as u64, Price(price));
 }

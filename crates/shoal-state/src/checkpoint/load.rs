@@ -8,9 +8,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use super::Found;
 use super::blocks::{BLOCK_BYTES_MAX, LastBlock, Verified};
 use super::manifest::{Header, MANIFEST_BYTES_MAX, Manifest, Shard, TensorEntry};
-use super::{Found, name::PartName};
 use crate::disk::CHUNK_BYTES;
 use crate::error::{Error, Result};
 use crate::place::{MANIFEST_FILE, Place, Source};
@@ -136,9 +136,7 @@ fn read_manifest(place: &dyn Place, part: &Found) -> Result<Manifest> {
     let manifest =
         Manifest::decode(&path, place.read(&part.listed.name, MANIFEST_FILE, MANIFEST_BYTES_MAX)?)?;
     let wrong = |reason: String| Err(damaged(&path, reason));
-    // A folder of format 1 may have been set aside: its name does not say which save it is.
-    let expected =
-        PartName { id: if manifest.format == 1 { manifest.id } else { part.name.id }, ..part.name };
+    let expected = part.name;
     if manifest.header.step != expected.step {
         let step = manifest.header.step;
         return wrong(format!("the manifest is of step {step}, the folder of step {}", expected.step));

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::name::{FORMAT_1, PartName};
+use super::name::{FORMAT_1_ID, PartName};
 use crate::error::{Error, Result};
 use crate::text;
 
@@ -159,7 +159,7 @@ impl From<Format1> for Manifest {
         let shard =
             |Shard1 { file, bytes, blake3, tensors }| Shard { file, bytes, blocks: vec![blake3], tensors };
         let shards = old.shards.into_iter().map(shard).collect();
-        Manifest { format: 1, id: FORMAT_1, part: 1, of: 1, header: old.header, block_bytes: None, shards }
+        Manifest { format: 1, id: FORMAT_1_ID, part: 1, of: 1, header: old.header, block_bytes: None, shards }
     }
 }
 

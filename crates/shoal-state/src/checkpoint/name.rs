@@ -36,23 +36,18 @@ impl PartName {
         ((1..=found.of).contains(&found.part) && found.to_string() == name).then_some(found)
     }
 
-    /// The folders of format 1: `step-N` is all of a checkpoint. `step-N.replaced` is the older of two, which counts
-    /// where the newer did not get its name; it was saved before, so its number is the smaller.
+    /// The folders of format 1: `step-N` is all of a checkpoint.
     pub(super) fn parse_format_1(name: &str) -> Option<PartName> {
-        let (step, set_aside) = match name.strip_suffix(".replaced") {
-            Some(step) => (step, true),
-            None => (name, false),
-        };
-        let number: u64 = step.strip_prefix("step-")?.parse().ok()?;
-        let id = if set_aside { FORMAT_1_SET_ASIDE } else { FORMAT_1 };
-        (format!("step-{number:08}") == step).then_some(PartName { step: number, id, of: 1, part: 1 })
+        let step = name.strip_prefix("step-")?.parse().ok()?;
+        (format!("step-{step:08}") == name).then_some(PartName { step, id: FORMAT_1_ID, of: 1, part: 1 })
     }
 }
 
-/// The numbers of saves that had none. New saves count from [`FIRST_ID`].
-const FORMAT_1_SET_ASIDE: u64 = 0;
-pub(super) const FORMAT_1: u64 = 1;
-pub(super) const FIRST_ID: u64 = 2;
+/// The number of saves that had none. New ones count from 1.
+pub(super) const FORMAT_1_ID: u64 = 0;
+
+/// How format 1 called the older of two saves of a step while the newer moved in.
+pub(crate) const REPLACED: &str = ".replaced";
 
 #[cfg(test)]
 mod tests {
@@ -74,9 +69,8 @@ mod tests {
         ] {
             assert_eq!(PartName::parse(other), None, "{other}");
         }
-        let old = PartName::parse_format_1("step-00000100").expect("a folder of format 1");
-        let older = PartName::parse_format_1("step-00000100.replaced").expect("set aside");
-        assert!(older < old && old.id < FIRST_ID && old.step == 100);
+        let old = PartName::parse_format_1("step-00000100");
+        assert_eq!(old, Some(PartName { step: 100, id: 0, of: 1, part: 1 }));
         assert_eq!(PartName::parse_format_1("step-100"), None);
     }
 }

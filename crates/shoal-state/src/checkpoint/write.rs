@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use super::Store;
 use super::blocks::Hashing;
 use super::manifest::{FORMAT, Header, Manifest, Shard};
-use super::name::PartName;
+use super::name::{FORMAT_1_ID, PartName};
 use super::pack::{PackedShard, Slice, pack};
 use crate::error::{Error, Result};
 use crate::place::{MANIFEST_FILE, Output, Unfinished};
@@ -51,7 +51,7 @@ impl Store {
         if !(1..=of).contains(&part) {
             return refuse("there is no such part");
         }
-        if id < super::name::FIRST_ID {
+        if id == FORMAT_1_ID {
             return refuse("the save's number belongs to an earlier format");
         }
         if self.parts()?.iter().any(|found| found.name == name && found.listed.finished) {
@@ -64,7 +64,7 @@ impl Store {
     /// checkpoints of the same step are removed after that: who saves it again has the state it wants kept. When this
     /// fails, the checkpoints that were there still are.
     pub fn save<'a>(&self, header: Header, entries: impl IntoIterator<Item = Entry<'a>>) -> Result<Saved> {
-        let (step, id) = (header.step, self.next_id()?);
+        let (step, id) = (header.step, self.next_id(header.step)?);
         let entries: Vec<Entry<'a>> = entries.into_iter().collect();
         let writer = self.begin_part(header, id, 1, 1)?;
         for entry in &entries {

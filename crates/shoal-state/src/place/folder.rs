@@ -9,11 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::{Listed, MANIFEST_FILE, Output, PARTIAL, Place, Source, Unfinished};
+use crate::checkpoint::REPLACED;
 use crate::disk::{self, Disk, Sink, Writing};
 use crate::error::{Error, Result};
-
-/// What earlier versions called the older of two saves of one step, while the newer moved in.
-const REPLACED: &str = ".replaced";
 
 #[derive(Debug)]
 pub(crate) struct Folder {

@@ -149,6 +149,9 @@ pub fn run(options: Options) -> Result {
             Report::Saved { step, bytes, seconds } => {
                 progress.event(&RunEvent::Saved { step, bytes, seconds })
             }
+            Report::SavesWait { needed_bytes, free_bytes } => {
+                progress.event(&RunEvent::SavesWait { needed_bytes, free_bytes })
+            }
             Report::Done { finished, .. } => end = Some(finished),
             Report::Listening(_) => {}
         },

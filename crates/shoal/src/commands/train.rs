@@ -173,7 +173,8 @@ pub fn train(
         eprintln!("note: train.precision = \"bf16\" is several times faster on this GPU");
     }
     let opened = device.open(job.precision, job.deterministic)?;
-    let executor = assemble::executor(job, &chain, opened, &job.optimizer, checkpoint.is_none())?;
+    let room_bytes = device.host_room_bytes(planned.memory.total());
+    let executor = assemble::executor(job, &chain, opened, room_bytes, checkpoint.is_none())?;
     // Only now: a model that cannot be read must not bind the folder to the job that named it.
     folder.identity.claim(&job.run_folder)?;
     let rates = vec![KindRate {
@@ -185,7 +186,7 @@ pub fn train(
     let predicted_bytes = planned.memory.total();
     let mut run = Run::new(
         settings,
-        Some(Ledger { identity: folder.identity, store: folder.store }),
+        Ledger { identity: folder.identity, store: folder.store, keeps_books: true },
         executor,
         planned.plan,
         planned.program,
