@@ -4,7 +4,7 @@
 
 use shoal_fleet::{Costs, Fleet, Node};
 use shoal_model::Chain;
-use shoal_plan::memory::{MemoryForecast, forecast_in};
+use shoal_plan::memory::{MemoryForecast, after_computing, forecast_in};
 use shoal_plan::one_device::StepShape;
 use shoal_plan::table::FORMAT;
 use shoal_plan::{
@@ -284,16 +284,24 @@ pub fn together(
 ) -> Result<Together, SpilledError> {
     let budget_bytes = device_rows(fleet)[0].budget_bytes;
     let of = Pooled { chain, step, fleet, costs, copies, steps };
-    // With half the memory a step, one step's end and the next one's beginning go on side by side.
-    let whole = of.play(&search(chain, step, fleet, costs, 0, budget_bytes, &[0.0])?)?;
-    match search(chain, step, fleet, costs, 0, budget_bytes / 2, &[0.0]) {
-        Ok(half) => {
-            let halves = of.play(&half)?;
-            Ok(if halves.seconds < whole.seconds { halves } else { whole })
+    let whole = search(chain, step, fleet, costs, 0, budget_bytes, &[0.0])?;
+    let mut best = of.play(&whole)?;
+    // With so much less memory a step, or half of it, one step's end and the next one's beginning go on side by side.
+    let layout = Layout::new(&whole.plan, chain);
+    let beside = budget_bytes.saturating_sub(after_computing(&whole.program, &layout));
+    for budget_bytes in [beside, budget_bytes / 2] {
+        match search(chain, step, fleet, costs, 0, budget_bytes, &[0.0]) {
+            Ok(smaller) => {
+                let played = of.play(&smaller)?;
+                if played.seconds < best.seconds {
+                    best = played;
+                }
+            }
+            Err(SpilledError::TooSmall { .. } | SpilledError::HostTooSmall { .. }) => {}
+            Err(other) => return Err(other),
         }
-        Err(SpilledError::TooSmall { .. } | SpilledError::HostTooSmall { .. }) => Ok(whole),
-        Err(other) => Err(other),
     }
+    Ok(best)
 }
 
 struct Pooled<'a> {
@@ -324,6 +332,7 @@ impl Pooled<'_> {
                 layout: &layouts[device],
                 world: &worlds[device],
                 bytes: best.memory.total(),
+                bytes_after: after_computing(&programs[device], &layouts[device]),
             })
             .collect();
         let jobs = |count: usize| -> Vec<PoolJob> {

@@ -2,8 +2,9 @@
 
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::{Chain, Precision, presets};
+use shoal_plan::memory::after_computing;
 use shoal_plan::one_device::StepShape;
-use shoal_plan::{Activations, Purpose, Tier, compile, verify_all};
+use shoal_plan::{Activations, Layout, Purpose, Tier, compile, verify_all};
 use shoal_planner::spilled::{self, SpilledError, plan, together};
 
 fn host(devices: usize, memory: &str, host_memory: &str) -> Fleet {
@@ -50,6 +51,10 @@ fn room_that_is_left_keeps_activations() {
         kept.push(planned.spill.kept_layers);
         let programs = compile(&planned.plan, &chain, Purpose::Train).unwrap();
         verify_all(&programs, &planned.plan, &chain, Purpose::Train).unwrap();
+        // What is left when all layers are computed: gradients on their way to the host.
+        let layout = Layout::new(&planned.plan, &chain);
+        let after = after_computing(&planned.program, &layout);
+        assert!(after > 0 && after < planned.memory.total(), "{after} of {}", planned.memory.total());
     }
     assert!(kept.iter().any(|layers| (1..chain.layers.len()).contains(layers)), "{kept:?}");
 }
