@@ -19,8 +19,18 @@ type Gpus = (&'static str, usize, Option<&'static str>);
 const V100S: Gpus = ("V100", 4, Some("50 GB/s"));
 const A10GS: Gpus = ("A10G", 4, None);
 
-const FLEETS: [[Gpus; 2]; 4] =
-    [[V100S, A10GS], [V100S, ("A10G", 8, None)], [V100S, ("T4", 8, None)], [A10GS, ("T4", 8, None)]];
+const FLEETS: [[Gpus; 2]; 9] = [
+    [V100S, A10GS],
+    [V100S, ("A10G", 8, None)],
+    [V100S, ("T4", 8, None)],
+    [A10GS, ("T4", 8, None)],
+    // Smaller ones.
+    [("V100", 2, Some("50 GB/s")), ("A10G", 2, None)],
+    [A10GS, ("T4", 2, None)],
+    [A10GS, ("T4", 4, None)],
+    [("L4", 4, None), ("T4", 4, None)],
+    [("RTX 4090", 2, None), ("RTX 3090", 4, None)],
+];
 
 /// Tokens of a sample, and samples of a step.
 const STEPS: [(usize, usize); 5] = [(1024, 16), (1024, 32), (2048, 8), (2048, 16), (2048, 32)];
@@ -35,14 +45,14 @@ fn main() -> Result<(), PlayError> {
         [("qwen2-1.5b", preset("qwen2-1.5b")), ("gpt2-1.5b", preset("gpt2-1.5b")), ("llama-3b", llama)];
     println!("step in ms; the ratio is that of the best pure shape's to the mixture's");
     println!(
-        "fleet            model       tokens  samples  pipeline  sharded    burst    mixed  ratio  groups"
+        "fleet                   model       tokens  samples  pipeline  sharded    burst    mixed  ratio  groups"
     );
     for machines in FLEETS {
         let fleet = Fleet::parse(&machines.map(node).concat(), "fleet").expect("the fleet is one");
         for (model, config) in &models {
             for (sequence, global_batch) in STEPS {
                 let label = format!(
-                    "{:<16} {model:<11} {sequence:>6} {global_batch:>8}",
+                    "{:<23} {model:<11} {sequence:>6} {global_batch:>8}",
                     machines.map(|(kind, count, _)| format!("{count} {kind}")).join(" + ")
                 );
                 // Learned positions end where they end.

@@ -47,8 +47,11 @@ pub fn mirrored(plan: &Plan, fleet: &Fleet, survive: usize) -> Result<Plan, Mirr
     for row in &mut plan.tensors {
         let added = rooms.mirrors(row, survive)?;
         let slices: BTreeSet<Slice> = row.gradient.iter().map(|held| held.slice).collect();
-        for mirror in &added {
-            // Where the sum is cut otherwise, it is handed over to mirrors as to the other holders.
+        // A device that computes alone has the sum already, and hands it over; others add up together with the mirrors,
+        // which costs the network no more than handing over afterwards. Where the sum is cut otherwise, it is handed over
+        // to mirrors as to the other holders.
+        let adds_alone = row.compute_copies.len() == 1;
+        for mirror in added.iter().filter(|_| !adds_alone) {
             if slices.contains(&mirror.slice) && !row.gradient.contains(mirror) {
                 row.gradient.push(mirror.clone());
             }
