@@ -324,7 +324,7 @@ impl Driver {
             Record::Job { job, change: Change::Refused { reason }, .. } => {
                 self.refusals.insert(*job, reason.clone());
             }
-            Record::Job { job, change: Change::Moving { .. } | Change::Rested { .. }, .. } => {
+            Record::Job { job, change: Change::Moving { .. } | Change::Wished { .. }, .. } => {
                 self.refusals.remove(job);
             }
             _ => {}

@@ -7,7 +7,8 @@ use serde_json::Value;
 
 /// A controller that has begun to listen, and what it said of itself.
 fn up(folder: &Folder, listen: &str) -> (Running, Value) {
-    let mut controller = folder.start(&["up", "--listen", listen, "--json"]);
+    // Longer than by default: tests share their machine with others.
+    let mut controller = folder.start(&["up", "--listen", listen, "--json", "--deadline", "3"]);
     let said = std::cell::RefCell::new(Value::Null);
     // Its line may be seen half written.
     controller_says(&mut controller, &said);

@@ -27,6 +27,9 @@ pub struct Options {
     /// What layers were measured to take, as `shoal profile` wrote it; other kinds of devices are estimated
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
+    /// Silence after which a worker is taken for dead
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.9)]
+    deadline: f64,
     /// How long the token that it shows is good
     #[arg(long, value_name = "MINUTES", default_value_t = 60)]
     token_minutes: u64,
@@ -47,7 +50,7 @@ pub fn run(options: Options) -> Result {
         listen: options.listen,
         folder: folder.clone(),
         hosts: options.host,
-        settings: Settings::default(),
+        settings: settings(options.deadline)?,
     };
     let complaints = Arc::new(|what: &str| eprintln!("warning: {what}"));
     let controller = Controller::start(start, Arc::new(FleetPlanner { profile }), complaints)?;
@@ -70,4 +73,24 @@ pub fn run(options: Options) -> Result {
         hint: None,
     })?;
     Ok(controller.wait()?)
+}
+
+/// Reports and leases in their usual proportion to the deadline.
+fn settings(deadline_seconds: f64) -> Result<Settings> {
+    let usual = Settings::default();
+    if !(0.1..=600.0).contains(&deadline_seconds) {
+        return Err(CliError::said(
+            format!("--deadline is {deadline_seconds}"),
+            "choose one of 0.1 to 600 seconds",
+        ));
+    }
+    let times = deadline_seconds * 1e3 / usual.deadline_ms as f64;
+    let scaled = |ms: u64| (ms as f64 * times) as u64;
+    Ok(Settings {
+        report_every_ms: scaled(usual.report_every_ms),
+        lease_ms: scaled(usual.lease_ms),
+        halt_ms_max: scaled(usual.halt_ms_max),
+        deadline_ms: scaled(usual.deadline_ms),
+        ..usual
+    })
 }

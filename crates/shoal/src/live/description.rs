@@ -1,6 +1,6 @@
 //! A job as it travels from the command to the controller and on to workers: its file's text, with what the command line
 //! changed, and where the file lies, since paths in it are relative to that. What the paths name does not travel: data and
-//! models have to be there on every machine, and the run folder has to be one that all of them share.
+//! models have to be there on every machine, and checkpoints go to a place that all of them share.
 
 use std::path::{Path, PathBuf};
 

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use shoal_control::message::WorkerId;
 use shoal_crew::About;
 use shoal_fleet::{Fleet, catalogue};
+use shoal_planner::GPU_PROCESS_BYTES;
 use shoal_service::planning::Candidate;
 use toml::{Table, Value};
 
@@ -65,7 +66,7 @@ fn bytes(count: u64) -> Value {
 fn node(name: &str, members: &[(&Candidate, About)]) -> Table {
     // A processor's memory is its host's, and both count.
     let host = |about: &About| match about.device.kind == catalogue::CPU {
-        true => about.host_memory_bytes.saturating_add(about.device.memory_bytes),
+        true => about.host_memory_bytes.saturating_add(memory_bytes(about)),
         false => about.host_memory_bytes,
     };
     let host_bytes = members.iter().map(|(_, about)| host(about)).fold(0, u64::saturating_add);
@@ -94,10 +95,15 @@ fn node(name: &str, members: &[(&Candidate, About)]) -> Table {
     node
 }
 
+/// As fleet files say it: with what the process takes for itself, which workers have left out.
+fn memory_bytes(about: &About) -> u64 {
+    about.device.memory_bytes.saturating_add(GPU_PROCESS_BYTES)
+}
+
 fn device(about: &About) -> Table {
     let mut device = Table::new();
     device.insert("kind".into(), about.device.kind.as_str().into());
-    device.insert("memory".into(), bytes(about.device.memory_bytes));
+    device.insert("memory".into(), bytes(memory_bytes(about)));
     device.insert("price".into(), about.dollars_per_hour.into());
     device.insert("spot".into(), about.spot.into());
     device

@@ -22,7 +22,6 @@ use super::members::{Members, device_name};
 use crate::assemble::step_shape;
 use crate::error::{CliError, Result};
 use crate::fleet_plan::SURVIVE_DEFAULT;
-use crate::run_folder::store_folder;
 
 /// Written into a run folder by the controller that has taken a job for it: its checkpoints are that job's.
 const CLAIM: &str = "fleet-job";
@@ -45,7 +44,7 @@ impl Planner for FleetPlanner {
         let keep = || -> Result {
             let job = Description::parse(description)?.job()?;
             let numbers: Vec<u64> = ids.iter().map(|id| save_number(*id)).collect();
-            Ok(Store::open_existing(&store_folder(&job))?.keep_only(&numbers)?)
+            Ok(Store::open_existing_at(&job.checkpoints)?.keep_only(&numbers)?)
         };
         keep().map_err(said)
     }
@@ -63,7 +62,8 @@ fn said(error: CliError) -> String {
 fn take(description: &str) -> Result {
     let job = Description::parse(description)?.job()?;
     let folder = &job.run_folder;
-    let store = Store::open(&store_folder(&job))?;
+    std::fs::create_dir_all(folder).map_err(CliError::at(folder))?;
+    let store = Store::open_at(&job.checkpoints)?;
     let used = || {
         let hint = "choose another with checkpoint.to";
         CliError::said(format!("{}: the run folder is another job's already", folder.display()), hint)

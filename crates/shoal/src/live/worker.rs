@@ -25,7 +25,6 @@ use crate::assemble::{self, LocalDevice};
 use crate::error::{CliError, Result};
 use crate::job::Job;
 use crate::machine;
-use crate::run_folder::store_folder;
 
 /// Shares of a machine's free memory where nothing is said: for what is computed, and for what is kept beside.
 const PROCESSOR_SHARE: f64 = 0.6;
@@ -96,7 +95,7 @@ impl Given {
             host: Arc::new(CpuDevice::new("host", threads, host_bytes)?),
             disk: own.join("state").into(),
         };
-        let store = Store::open_existing(&store_folder(&job))?;
+        let store = Store::open_existing_at(&job.checkpoints)?;
         Ok(Assembled {
             data,
             shuffle: job.shuffle,
@@ -108,7 +107,7 @@ impl Given {
             replay: job.graphs.unwrap_or_else(|| assemble::usual_replay(&chain)),
             paced: None,
             timed_every: if self.device.gpu.is_some() { GPU_TIMED_EVERY } else { 1 },
-            store: Some(Arc::new(store)),
+            store: Some(store),
             fingerprint: identity.fingerprint(),
             initial: initial(job, chain.clone()),
             chain,
