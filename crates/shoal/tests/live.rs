@@ -52,8 +52,8 @@ fn curve(folder: &Folder, job: &str) -> Vec<f64> {
 
 #[test]
 fn processes_train_a_job_through_the_deaths_of_workers_and_controller() {
-    const STEPS: usize = 60;
-    let job = JOB.replace("steps = 4\n", &format!("steps = {STEPS}\n")).replace("1000 steps", "10 steps");
+    const STEPS: usize = 1500;
+    let job = JOB.replace("steps = 4\n", &format!("steps = {STEPS}\n")).replace("1000 steps", "50 steps");
     let folder = Folder::with_job(&job);
     folder.shoal(&["train", "job.toml", "--set", "checkpoint.to=alone"]).succeeds();
     let alone = column(&metrics(&folder.join("alone")), "loss");
