@@ -132,19 +132,19 @@ fn requests_for_certificates_never_panic_and_never_pass_changed() {
     let authority = Authority::new().expect("an authority");
     let request = Applicant::new().expect("a key").request_pem().expect("a request");
     assert!(authority.sign(&request, "one").is_ok());
-    let body: String = request.lines().filter(|line| !line.starts_with("---")).collect();
+    let content = |text: &str| -> String {
+        let marks = ["-----BEGIN CERTIFICATE REQUEST-----", "-----END CERTIFICATE REQUEST-----"];
+        let bare = marks.iter().fold(text.to_owned(), |text, mark| text.replace(mark, ""));
+        bare.split_whitespace().collect()
+    };
+    let body = content(&request);
     let seeds = [request.clone().into_bytes()];
     let mut random = Random(0xce27);
     for round in 0..inputs() / 10 {
         let bytes = random.mutate(&seeds);
         let text = String::from_utf8_lossy(&bytes);
-        let same: String = text.lines().filter(|line| !line.starts_with("---")).collect();
         if authority.sign(&text, "one").is_ok() {
-            let stripped = |text: &str| text.split_whitespace().collect::<String>();
-            assert!(
-                stripped(&same).contains(&stripped(&body)),
-                "round {round}: a changed request was signed: {text}"
-            );
+            assert!(content(&text).contains(&body), "round {round}: a changed request was signed: {text}");
         }
     }
 }
