@@ -15,11 +15,12 @@ use shoal_control::controller::{Action, Event, Proposal, Step};
 use shoal_control::disk::Folder;
 use shoal_control::message::{Epoch, JobId, ToWorker, WorkerId};
 use shoal_crew::{Table, save_number};
+use shoal_net::identity::Authority;
 use shoal_state::checkpoint::Store;
 
 use crate::job::Description;
 use crate::tables;
-use crate::worker::{Said, Told, settings};
+use crate::worker::{PEMS, Said, Told, settings};
 
 pub const JOB: JobId = JobId(1);
 /// Nothing takes this long, however busy the machine is.
@@ -50,8 +51,9 @@ pub struct Fleet {
     pub losses: BTreeMap<u64, BTreeMap<Epoch, f64>>,
     pub changes: Vec<Change>,
     pub notices: Vec<String>,
-    /// Which shape the planner begins with.
+    /// Which shape the planner begins with. Workers of odd ones prove who they are.
     shape: u64,
+    authority: Authority,
 }
 
 impl Fleet {
@@ -72,6 +74,7 @@ impl Fleet {
             changes: Vec::new(),
             notices: Vec::new(),
             shape,
+            authority: Authority::new().expect("an authority"),
             description,
         };
         fleet.open();
@@ -112,7 +115,11 @@ impl Fleet {
     pub fn add(&mut self, name: &str) {
         let own = std::env::current_exe().expect("the test's own path");
         let mut command = Command::new(own);
-        command.args(["worker", name]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.args(["worker", name]);
+        if self.shape % 2 == 1 {
+            command.arg(self.identity(name));
+        }
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().expect("a worker starts");
         let output = BufReader::new(child.stdout.take().expect("piped"));
         let input = child.stdin.take().expect("piped");
@@ -127,6 +134,18 @@ impl Fleet {
             }
         });
         self.workers.insert(name.to_owned(), Process { child, input });
+    }
+
+    /// A folder with what a worker proves itself by.
+    fn identity(&self, name: &str) -> PathBuf {
+        let folder = self.description.folder.join(format!("identity-{name}"));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let identity = self.authority.issue(name).expect("an identity");
+        let pems = [identity.certificate_pem(), identity.key_pem(), identity.authority_pem()];
+        for (file, pem) in PEMS.iter().zip(pems) {
+            std::fs::write(folder.join(file), pem).expect("it can be written");
+        }
+        folder
     }
 
     /// Ends a process without notice.

@@ -29,7 +29,7 @@ const DEVICE_BYTES: u64 = 32 << 20;
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
     if arguments.get(1).is_some_and(|word| word == "worker") {
-        return worker::run(&arguments[2]);
+        return worker::run(&arguments[2], arguments.get(3));
     }
     let only = std::env::var("SHOAL_ONLY").ok();
     let scenarios: [(&str, fn()); 10] = [
