@@ -20,7 +20,7 @@ pub enum CrewError {
     #[error("{0}")]
     Engine(#[from] EngineError),
     #[error("{error}")]
-    Net { error: shoal_net::Error, culprit: Option<WorkerId> },
+    Net { error: Box<shoal_net::Error>, culprit: Option<WorkerId> },
     #[error("nobody has {slices} slices of the state any more, among them {first}")]
     Lost { slices: usize, first: String },
     #[error("the state of {epoch} that is to be taken over is not here at step {step}: {what}")]

@@ -102,7 +102,7 @@ fn restored(fleet: &Fleet) -> usize {
 }
 
 fn started(fleet: &Fleet) -> usize {
-    fleet.changes.iter().filter(|change| matches!(change, Change::Started { .. })).count()
+    fleet.changes.iter().filter(|change| matches!(change, Change::Started)).count()
 }
 
 /// Steps that were done more than once.

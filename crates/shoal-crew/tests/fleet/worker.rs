@@ -108,7 +108,11 @@ pub fn run(name: &str, identity: Option<&String>) {
     let from_engine = sender.clone();
     let events = outlets.events;
     std::thread::spawn(move || {
-        events.into_iter().try_for_each(|(job, event)| from_engine.send(In::Engine(job, event)))
+        for (job, event) in events {
+            if from_engine.send(In::Engine(job, event)).is_err() {
+                return;
+            }
+        }
     });
     std::thread::spawn(move || {
         for done in outlets.steps {
