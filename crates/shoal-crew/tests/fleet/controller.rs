@@ -51,6 +51,7 @@ pub struct Fleet {
     pub losses: BTreeMap<u64, BTreeMap<Epoch, f64>>,
     pub changes: Vec<Change>,
     pub notices: Vec<String>,
+    paces: BTreeMap<WorkerId, u32>,
     /// Which shape the planner begins with. Workers of odd ones prove who they are.
     shape: u64,
     authority: Authority,
@@ -73,6 +74,7 @@ impl Fleet {
             losses: BTreeMap::new(),
             changes: Vec::new(),
             notices: Vec::new(),
+            paces: BTreeMap::new(),
             shape,
             authority: Authority::new().expect("an authority"),
             description,
@@ -148,6 +150,24 @@ impl Fleet {
         folder
     }
 
+    /// Stops a process in its tracks, or has it go on.
+    pub fn freeze(&self, name: &str, frozen: bool) {
+        let signal = if frozen { "-STOP" } else { "-CONT" };
+        let process = self.workers[name].child.id().to_string();
+        assert!(Command::new("kill").args([signal, &process]).status().expect("kill runs").success());
+    }
+
+    /// What a worker's own work was found to take, in percent of what was predicted.
+    pub fn pace(&self, name: &str) -> Option<u32> {
+        let paces = self.paces.iter().filter(|(worker, _)| self.names[worker] == name);
+        paces.map(|(_, percent)| *percent).max()
+    }
+
+    /// The numbers that a name was given.
+    pub fn lives(&self, name: &str) -> usize {
+        self.names.values().filter(|other| *other == name).count()
+    }
+
     /// Ends a process without notice.
     pub fn kill(&mut self, name: &str) {
         drop(self.workers.remove(name).expect("it runs"));
@@ -203,8 +223,10 @@ impl Fleet {
         let state = self.keeper.as_ref().expect("it just stepped").state();
         self.names.extend(state.members.iter().map(|(worker, member)| (*worker, member.name.clone())));
         for record in step.records {
-            if let Record::Job { change, .. } = record {
-                self.changes.push(change);
+            match record {
+                Record::Job { change, .. } => self.changes.push(change),
+                Record::Paced { worker, percent } => drop(self.paces.insert(worker, percent)),
+                _ => {}
             }
         }
         for action in step.actions {
@@ -219,7 +241,8 @@ impl Fleet {
                     let workers: Vec<WorkerId> = workers.into_iter().map(|(worker, _)| worker).collect();
                     let plan = tables::shaped(self.shape + request, workers.len());
                     let step_ms = 600 / workers.len() as u64;
-                    let plan = Table { plan, work_ms: Vec::new() }.message(&workers, step_ms);
+                    let work_ms = tables::work_ms(&plan, self.description.paced_us);
+                    let plan = Table { plan, work_ms }.message(&workers, step_ms);
                     self.step(Event::Planned { job, request, answer: Ok(Proposal { plan, move_ms: 10 }) });
                 }
                 Action::KeepCheckpoints { ids, .. } => {

@@ -91,11 +91,11 @@ pub fn run(name: &str, identity: Option<&String>) {
     let started = Instant::now();
     let now_ms = move || started.elapsed().as_millis() as u64;
     let leased = worker.clone();
-    let cache = format!("cache-{name}-{boot}");
+    let (own, cache) = (name.to_owned(), format!("cache-{name}-{boot}"));
     let (crew, outlets) = Crew::new(Setup {
         about,
         reception,
-        assemble: Arc::new(move |text: &str| job::assemble(text, &cache)),
+        assemble: Arc::new(move |text: &str| job::assemble(text, &own, &cache)),
         may_run: Arc::new(move || leased.lock().expect("no panic").may_run(now_ms())),
         network: shoal_net::Settings {
             deadline: Duration::from_secs(2),
