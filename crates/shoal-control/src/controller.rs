@@ -11,6 +11,9 @@
 //! away, or a better plan pays), `Decided` (every worker of the plan has stopped or is dead), `Settled` (all are at the one
 //! step), `Asked` and `Moving` (the planner has answered), `Started` (all have their new state). If a worker dies on the
 //! way, what was done is still good or is done again: until `Started`, the old plan's workers keep their state.
+//!
+//! What may follow what is [`fit`]'s to say, for records from a disk as for those made here; `allocation`, `payback` and
+//! `interval` are what decisions are weighed by; [`receipt`] keeps account of where the time went.
 
 mod advance;
 mod allocation;

@@ -330,7 +330,8 @@ impl Controller {
             return self.end_save(id, job, save);
         }
         let step = job.committed.saturating_add(self.settings.save_ahead_steps);
-        let due = job.committed >= job.saved_step() + self.save_every_steps(job) && step < job.spec.steps;
+        let due_step = job.saved_step().saturating_add(self.save_every_steps(job));
+        let due = job.committed >= due_step && step < job.spec.steps;
         if due { self.begin_save(job, plan, step) } else { None }
     }
 
