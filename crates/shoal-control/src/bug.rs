@@ -28,6 +28,10 @@ pub enum Bug {
     GiveUp,
     /// The controller removes checkpoints when the next one begins, not when it is complete.
     RemoveEarly,
+    /// The controller tries a checkpoint that cannot be read again and again.
+    ReadForever,
+    /// The controller removes checkpoints that could not be read, though they may be tried again.
+    RemoveUnreadable,
     /// The worker runs on without a lease.
     IgnoreLease,
     /// The worker obeys what was said before what it has heard.
@@ -36,6 +40,8 @@ pub enum Bug {
     SettleAgain,
     /// The worker lets go of its old state when the new plan comes, not when it starts.
     DropEarly,
+    /// The worker keeps its old state beside what comes from storage.
+    KeepOld,
     /// The engine says that its part of a checkpoint is saved when it begins to write.
     SavedTooSoon,
     /// The engine updates as soon as it has the gradient, without waiting for everyone to have it.
@@ -45,7 +51,7 @@ pub enum Bug {
 }
 
 impl Bug {
-    pub const ALL: [Bug; 19] = [
+    pub const ALL: [Bug; 22] = [
         Bug::SayBeforeSync,
         Bug::KeepTornTail,
         Bug::CountAgain,
@@ -58,10 +64,13 @@ impl Bug {
         Bug::ForgetHolders,
         Bug::GiveUp,
         Bug::RemoveEarly,
+        Bug::ReadForever,
+        Bug::RemoveUnreadable,
         Bug::IgnoreLease,
         Bug::ObeyOld,
         Bug::SettleAgain,
         Bug::DropEarly,
+        Bug::KeepOld,
         Bug::SavedTooSoon,
         Bug::UpdateEarly,
         Bug::OwnPosition,

@@ -11,11 +11,18 @@
 //! away, or a better plan pays), `Decided` (every worker of the plan has stopped or is dead), `Settled` (all are at the one
 //! step), `Asked` and `Moving` (the planner has answered), `Started` (all have their new state). If a worker dies on the
 //! way, what was done is still good or is done again: until `Started`, the old plan's workers keep their state.
+//!
+//! What may follow what is [`fit`]'s to say, for records from a disk as for those made here; `allocation`, `payback` and
+//! `interval` are what decisions are weighed by; [`receipt`] keeps account of where the time went.
 
 mod advance;
 mod allocation;
+pub mod fit;
+mod interval;
+mod job;
 pub mod orders;
 mod payback;
+pub mod receipt;
 pub mod record;
 pub mod state;
 
@@ -24,11 +31,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use crate::bug::Bug;
-use crate::message::{JobId, Orders, Plan, Report, Status, ToController, ToWorker, WorkerId};
+use crate::message::{
+    JobId, NUMBER_MAX, Orders, Plan, Price, Report, Spent, Status, ToController, ToWorker, WorkerId,
+};
 use crate::settings::Settings;
-use allocation::Targets;
-use record::{Loss, Paced, Record};
-use state::{JobSpec, State, Wish};
+use allocation::Shares;
+use fit::Misfit;
+use receipt::Bill;
+use record::{Change, Loss, Paced, Record};
+use state::{Job, JobSpec, State, Wish};
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Event {
@@ -43,6 +54,7 @@ pub enum Event {
         request: u64,
         answer: Result<Proposal, String>,
     },
+    /// Taken on if it is new and [`JobSpec::check`] has nothing against it.
     Submit {
         job: JobId,
         spec: JobSpec,
@@ -90,7 +102,16 @@ pub enum Action {
 pub struct Step {
     pub records: Vec<Record>,
     pub actions: Vec<Action>,
+    /// A decision that does not fit the state: a mistake in these modules. It was not made.
+    pub misfit: Option<Misfit>,
 }
+
+/// The end of time, which leaves room for every deadline and notice.
+const TIME_MS_MAX: u64 = NUMBER_MAX / 4;
+/// The longest notice, which is as good as none.
+const NOTICE_MS_MAX: u64 = NUMBER_MAX / 4;
+/// A million dollars an hour.
+const PRICE_MAX: Price = Price(1_000_000_000_000);
 
 /// What was heard of a worker lately.
 #[derive(Clone, Debug, Default)]
@@ -114,10 +135,12 @@ pub struct Controller {
     seen: BTreeMap<WorkerId, Seen>,
     /// Since when jobs have been stopping.
     stopping_ms: BTreeMap<JobId, u64>,
+    /// Where the time of those went who were lost since a job's plan came into force.
+    departed: BTreeMap<JobId, Spent>,
     /// Of the last event.
     now_ms: u64,
     /// As they follow from the state, which steps that are done do not change; they are much work for many jobs.
-    targets: Option<Targets>,
+    shares: Option<Shares>,
     bug: Option<Bug>,
 }
 
@@ -129,6 +152,15 @@ struct Work {
     touched: BTreeSet<WorkerId>,
     /// Jobs whose checkpoints may have changed.
     saved: BTreeSet<JobId>,
+    scope: Scope,
+}
+
+/// What there may be something to decide about. A report tells of few jobs, and there are many reports.
+#[derive(Default)]
+enum Scope {
+    #[default]
+    All,
+    Jobs(BTreeSet<JobId>),
 }
 
 impl Controller {
@@ -139,8 +171,9 @@ impl Controller {
             state,
             seen: BTreeMap::new(),
             stopping_ms: BTreeMap::new(),
+            departed: BTreeMap::new(),
             now_ms: 0,
-            targets: None,
+            shares: None,
             bug: None,
         }
     }
@@ -155,26 +188,39 @@ impl Controller {
         &self.state
     }
 
+    /// Where the time of a job's workers went until now.
+    pub fn bill(&self, job: JobId, now_ms: u64) -> Option<Bill> {
+        let state = self.state.jobs.get(&job)?;
+        let spent = match state.phase {
+            state::Phase::Running | state::Phase::Stopping { .. } => self.spent(job, state),
+            _ => Spent::default(),
+        };
+        Some(state.receipt.bill(now_ms, &state.phase, &spent))
+    }
+
     pub fn step(&mut self, now_ms: u64, event: Event) -> Step {
+        // Whatever is added to a time stays a number that can be written down.
+        let now_ms = now_ms.min(TIME_MS_MAX);
         let mut work = Work::default();
-        let mut news = true;
         self.wake(now_ms);
         match event {
             Event::Started => self.start(now_ms, &mut work),
             Event::Tick => self.watch(now_ms, &mut work),
-            Event::Message(ToController::Join { name, boot, about }) => {
-                self.join(now_ms, name, boot, about, &mut work)
+            Event::Message(ToController::Join { name, boot, about, price }) => {
+                self.join(now_ms, name, boot, (about, price), &mut work)
             }
-            Event::Message(ToController::Report(report)) => news = self.hear(now_ms, report, &mut work),
+            Event::Message(ToController::Report(report)) => self.hear(now_ms, report, &mut work),
             Event::Planned { job, request, answer } => self.planned(now_ms, job, request, answer, &mut work),
             Event::Submit { job, spec } => {
-                if !self.state.jobs.contains_key(&job) {
-                    self.note(now_ms, Record::Submitted { job, spec }, &mut work);
+                if !self.state.jobs.contains_key(&job) && spec.check().is_ok() {
+                    self.note(now_ms, Record::Submitted { job, at_ms: now_ms, spec }, &mut work);
                 }
             }
             Event::Wish { job, wish } => self.wish(now_ms, job, wish, &mut work),
         }
-        while news && let Some(record) = self.next(now_ms) {
+        while work.step.misfit.is_none()
+            && let Some(record) = self.next(now_ms, &work.scope)
+        {
             self.note(now_ms, record, &mut work);
         }
         self.tell(&mut work);
@@ -183,7 +229,7 @@ impl Controller {
 
     /// One who was frozen has heard nobody, which says nothing about them.
     fn wake(&mut self, now_ms: u64) {
-        if now_ms > self.now_ms + 2 * self.settings.report_every_ms {
+        if now_ms > self.now_ms.saturating_add(2 * self.settings.report_every_ms) {
             self.seen.values_mut().for_each(|seen| seen.heard_ms = now_ms);
         }
         self.now_ms = now_ms;
@@ -210,7 +256,7 @@ impl Controller {
             Some(Bug::DeadTooSoon) => self.settings.report_every_ms * 2,
             _ => self.settings.deadline_ms,
         };
-        let silent = |seen: &Seen| now_ms >= seen.heard_ms + deadline_ms;
+        let silent = |seen: &Seen| now_ms >= seen.heard_ms.saturating_add(deadline_ms);
         let lost: Vec<WorkerId> =
             self.seen.iter().filter(|(_, seen)| silent(seen)).map(|(worker, _)| *worker).collect();
         for worker in lost {
@@ -224,7 +270,14 @@ impl Controller {
         }
     }
 
-    fn join(&mut self, now_ms: u64, name: String, boot: u64, about: String, work: &mut Work) {
+    fn join(
+        &mut self,
+        now_ms: u64,
+        name: String,
+        boot: u64,
+        (about, price): (String, Price),
+        work: &mut Work,
+    ) {
         let known = self.state.names.get(&name).copied();
         let worker = match known {
             // A message from before: its sender has begun anew since.
@@ -235,7 +288,8 @@ impl Controller {
                     self.note(now_ms, Record::Lost { worker, how: Loss::Replaced, at_ms: now_ms }, work);
                 }
                 let worker = WorkerId(self.state.worker + 1);
-                let record = Record::Joined { worker, name: name.clone(), boot, about, at_ms: now_ms };
+                let price = Price(price.0.min(PRICE_MAX.0));
+                let record = Record::Joined { worker, name: name.clone(), boot, about, price, at_ms: now_ms };
                 self.note(now_ms, record, work);
                 worker
             }
@@ -247,38 +301,58 @@ impl Controller {
         work.step.actions.push(Action::Answer { name, message });
     }
 
-    /// Takes a report in, answers it, and says whether there is anything new in it.
-    fn hear(&mut self, now_ms: u64, report: Report, work: &mut Work) -> bool {
+    /// Takes a report in, and answers it. Unless it leads to records, only the jobs that it says something new of matter.
+    fn hear(&mut self, now_ms: u64, report: Report, work: &mut Work) {
+        work.scope = Scope::Jobs(BTreeSet::new());
         let Report { worker, number, revision, leaving_in_ms, jobs } = report;
         let Some(member) = self.state.members.get(&worker) else {
             let message = ToWorker::Gone { worker };
             work.step.actions.push(Action::Send { to: worker, message });
-            return false;
+            return;
         };
+        if !self.is_credible(&jobs) {
+            return;
+        }
         let leaves = leaving_in_ms.filter(|_| member.leaves_by_ms.is_none());
-        let seen = self.seen.get_mut(&worker).expect("members are seen");
+        let seen = self.seen.entry(worker).or_default();
         if number <= seen.number {
             if self.bug == Some(Bug::CountAgain) {
                 self.count_again(now_ms, &jobs, work);
             }
-            return false;
+            return;
         }
         (seen.heard_ms, seen.number) = (now_ms, number);
-        let news = seen.jobs != jobs || leaves.is_some();
-        if news {
-            seen.jobs = jobs;
+        if seen.jobs != jobs {
+            let old = std::mem::replace(&mut seen.jobs, jobs);
+            let is_new = |(id, status): &(&JobId, &Status)| old.get(id) != Some(*status);
+            let told = seen.jobs.iter().filter(is_new).map(|(id, _)| *id);
+            let silent = old.keys().copied().filter(|id| !seen.jobs.contains_key(id));
+            work.scope = Scope::Jobs(told.chain(silent).collect());
             self.judge_pace(now_ms, worker, work);
         }
         if let Some(in_ms) = leaves {
-            self.note(now_ms, Record::Leaving { worker, by_ms: now_ms + in_ms }, work);
+            let by_ms = now_ms + in_ms.min(NOTICE_MS_MAX);
+            self.note(now_ms, Record::Leaving { worker, by_ms }, work);
         }
-        if revision < self.seen[&worker].told {
+        if self.seen.get(&worker).is_some_and(|seen| revision < seen.told) {
             work.touched.insert(worker);
         } else {
             let orders = Orders { worker, acknowledged: number, revision: self.state.revision, jobs: None };
             work.step.actions.push(Action::Send { to: worker, message: ToWorker::Orders(orders) });
         }
-        news
+    }
+
+    /// Whether a report can be true. One that cannot is not heard, so that whoever keeps saying such things falls silent, and
+    /// is taken for dead.
+    fn is_credible(&self, jobs: &BTreeMap<JobId, Status>) -> bool {
+        jobs.iter().all(|(id, status)| {
+            let (Some(job), Some(part)) = (self.state.jobs.get(id), status.part) else { return true };
+            let closed = part
+                .standing
+                .closing
+                .is_none_or(|closing| closing.step <= part.standing.step && closing.step < job.spec.steps);
+            closed && part.standing.step <= job.spec.steps
+        })
     }
 
     fn count_again(&mut self, now_ms: u64, jobs: &BTreeMap<JobId, Status>, work: &mut Work) {
@@ -288,22 +362,24 @@ impl Controller {
                 part.epoch == state.epoch && part.standing.reaches() == state.committed
             };
             if matches!(state.phase, state::Phase::Running) && status.part.as_ref().is_some_and(counted) {
-                let record = Record::Committed { job: *job, step: state.committed + 1, closing: None };
-                self.note(now_ms, record, work);
+                let change = Change::Committed { step: state.committed + 1, closing: None };
+                self.note(now_ms, Record::Job { job: *job, at_ms: now_ms, change }, work);
             }
         }
     }
 
     /// A device whose own work takes another time than what is known of it, in several steps one after the other.
     fn judge_pace(&mut self, now_ms: u64, worker: WorkerId, work: &mut Work) {
-        let known = u64::from(self.state.members[&worker].pace_percent);
-        let seen = self.seen.get_mut(&worker).expect("members are seen");
+        let Some(member) = self.state.members.get(&worker) else { return };
+        let known = u64::from(member.pace_percent);
+        let Some(seen) = self.seen.get_mut(&worker) else { return };
         let mut paces = seen.jobs.iter().filter_map(|(job, status)| Some((*job, status.part?.pace?)));
         let Some((job, (step, percent))) = paces.next_back() else { return };
         if seen.paced == Some((job, step)) {
             return;
         }
         seen.paced = Some((job, step));
+        let percent = percent.max(1);
         let (measured, factor) = (u64::from(percent), u64::from(self.settings.slow_percent));
         let is_off = measured * 100 >= known * factor || known * 100 >= measured * factor;
         seen.off = if is_off { seen.off + 1 } else { 0 };
@@ -315,8 +391,9 @@ impl Controller {
 
     fn wish(&mut self, now_ms: u64, job: JobId, wish: Wish, work: &mut Work) {
         let Some(state) = self.state.jobs.get(&job) else { return };
-        if state.is_open() && state.wish != wish && state.wish != Wish::Cancel {
-            self.note(now_ms, Record::Wished { job, wish }, work);
+        let is_news = state.wish != wish || wish == Wish::Run && state.has_failed();
+        if state.is_open() && is_news && state.wish != Wish::Cancel {
+            self.note(now_ms, Record::Job { job, at_ms: now_ms, change: Change::Wished { wish } }, work);
         }
     }
 
@@ -324,23 +401,31 @@ impl Controller {
     fn note(&mut self, now_ms: u64, record: Record, work: &mut Work) {
         let involved = |state: &State| {
             let job = record.job().and_then(|job| state.jobs.get(&job));
-            job.map(state::Job::involved).unwrap_or_default()
+            job.map(Job::involved).unwrap_or_default()
         };
-        let tells = !matches!(
-            record,
-            Record::Committed { .. }
-                | Record::Asked { .. }
-                | Record::Refused { .. }
-                | Record::Declined { .. }
-        );
+        let tells = match &record {
+            Record::Job { change, .. } => !matches!(
+                change,
+                Change::Committed { .. }
+                    | Change::Asked { .. }
+                    | Change::Refused { .. }
+                    | Change::Declined { .. }
+            ),
+            _ => false,
+        };
         if tells {
             work.touched.append(&mut involved(&self.state));
         }
-        if !matches!(record, Record::Committed { .. }) {
-            self.targets = None;
+        let commits = matches!(record, Record::Job { change: Change::Committed { .. }, .. });
+        if !commits {
+            self.shares = None;
+            work.scope = Scope::All;
         }
         self.blame(&record);
-        self.state.apply(&record);
+        if let Err(misfit) = self.state.apply(&record) {
+            work.step.misfit = Some(misfit);
+            return;
+        }
         if tells {
             work.touched.append(&mut involved(&self.state));
         }
@@ -350,28 +435,50 @@ impl Controller {
                 self.seen.insert(*worker, seen);
             }
             Record::Lost { worker, .. } => {
-                self.seen.remove(worker);
-                work.step
-                    .actions
-                    .push(Action::Send { to: *worker, message: ToWorker::Gone { worker: *worker } });
+                let seen = self.seen.remove(worker);
+                self.remember_departed(seen.map(|seen| seen.jobs).unwrap_or_default());
+                let message = ToWorker::Gone { worker: *worker };
+                work.step.actions.push(Action::Send { to: *worker, message });
             }
-            Record::Asked { job, .. } => {
-                work.step.actions.extend(plan_action(*job, &self.state.jobs[job]));
-            }
-            Record::Stopping { job, .. } => {
-                self.stopping_ms.insert(*job, now_ms);
-                work.saved.insert(*job);
-            }
-            Record::SaveBegun { job, .. } if self.bug == Some(Bug::RemoveEarly) => {
-                let ids = vec![self.state.jobs[job].checkpoint];
-                work.step.actions.push(Action::KeepCheckpoints { job: *job, ids });
-            }
-            Record::SaveDropped { job } | Record::SaveCompleted { job } | Record::Restored { job } => {
-                work.saved.insert(*job);
-            }
+            Record::Job { job, change, .. } => self.follow(now_ms, *job, change, work),
             _ => {}
         }
         work.step.records.push(record);
+    }
+
+    fn follow(&mut self, now_ms: u64, id: JobId, change: &Change, work: &mut Work) {
+        let Some(job) = self.state.jobs.get(&id) else { return };
+        match change {
+            Change::Asked { .. } => work.step.actions.extend(plan_action(id, job)),
+            Change::Stopping { .. } => {
+                self.stopping_ms.insert(id, now_ms);
+                work.saved.insert(id);
+            }
+            Change::SaveBegun { .. } if self.bug == Some(Bug::RemoveEarly) => {
+                let ids = vec![job.checkpoint];
+                work.step.actions.push(Action::KeepCheckpoints { job: id, ids });
+            }
+            Change::Decided { .. } => drop(self.departed.remove(&id)),
+            Change::Restored { .. } => {
+                self.departed.remove(&id);
+                work.saved.insert(id);
+            }
+            Change::SaveDropped | Change::SaveCompleted { .. } | Change::Rested { .. } => {
+                work.saved.insert(id);
+            }
+            _ => {}
+        }
+    }
+
+    fn remember_departed(&mut self, jobs: BTreeMap<JobId, Status>) {
+        for (id, status) in jobs {
+            let base = self.state.jobs.get(&id).map(|job| &job.base);
+            if let (Some(part), Some(state::Base::Held { epoch, .. })) = (status.part, base)
+                && part.epoch == *epoch
+            {
+                self.departed.entry(id).or_default().add(&part.spent);
+            }
+        }
     }
 
     /// What goes out at the end: orders to those whose orders changed, and which checkpoints count.
@@ -384,15 +491,17 @@ impl Controller {
             work.step.actions.push(Action::Send { to: worker, message: ToWorker::Orders(orders) });
         }
         for job in &work.saved {
-            let state = &self.state.jobs[job];
-            let begun = state.saving.iter().map(|save| &save.checkpoint);
-            let ids = state.checkpoints.iter().chain(begun).map(|checkpoint| checkpoint.id).collect();
+            let Some(state) = self.state.jobs.get(job) else { continue };
+            let mut ids = state.kept();
+            if self.bug == Some(Bug::RemoveUnreadable) {
+                ids.retain(|id| !state.unreadable.iter().any(|checkpoint| checkpoint.id == *id));
+            }
             work.step.actions.push(Action::KeepCheckpoints { job: *job, ids });
         }
     }
 }
 
-fn plan_action(id: JobId, job: &state::Job) -> Option<Action> {
+fn plan_action(id: JobId, job: &Job) -> Option<Action> {
     let workers = job.asked.clone()?;
     Some(Action::Plan { job: id, request: job.request, workers, held: job.held().cloned() })
 }

@@ -2,10 +2,12 @@
 //! rest on them come out.
 
 use crate::bug::Bug;
+use crate::controller::receipt::Bill;
 use crate::controller::state::State;
 use crate::controller::{Controller, Event, Step};
 use crate::disk::Disk;
 use crate::log::{Log, LogError, Opened};
+use crate::message::JobId;
 use crate::settings::Settings;
 
 /// The log begins anew after this much.
@@ -45,16 +47,40 @@ impl<D: Disk> Keeper<D> {
         self.controller.state()
     }
 
+    /// Where the time of a job's workers went until now.
+    pub fn bill(&self, job: JobId, now_ms: u64) -> Option<Bill> {
+        self.controller.bill(job, now_ms)
+    }
+
     /// Of the log since it was last begun anew.
     pub fn log_bytes(&self) -> u64 {
         self.log.bytes()
     }
 
-    /// Takes in an event, and gives what may now be done and told. After an error nothing more may be done with it: what is on the disk is for the next to find out.
+    /// Takes in an event, and gives what may now be done and told. After an error nothing more may be done with it: what is
+    /// on the disk is for the next to find out.
     pub fn step(&mut self, now_ms: u64, event: Event) -> Result<Step, LogError> {
-        let step = self.controller.step(now_ms, event);
-        if !step.records.is_empty() {
-            self.log.append(&step.records)?;
+        self.step_all(now_ms, [event])
+    }
+
+    /// Likewise with all events that have come meanwhile, whose records reach the disk at once: with many workers, waiting
+    /// for the disk once an event would be most of what a controller does.
+    pub fn step_all(
+        &mut self,
+        now_ms: u64,
+        events: impl IntoIterator<Item = Event>,
+    ) -> Result<Step, LogError> {
+        let mut all = Step::default();
+        for event in events {
+            let step = self.controller.step(now_ms, event);
+            all.records.extend(step.records);
+            all.actions.extend(step.actions);
+            if let Some(misfit) = step.misfit {
+                return Err(LogError::Undecided(misfit));
+            }
+        }
+        if !all.records.is_empty() {
+            self.log.append(&all.records)?;
             if self.bug != Some(Bug::SayBeforeSync) {
                 self.log.sync()?;
             }
@@ -62,7 +88,7 @@ impl<D: Disk> Keeper<D> {
         if self.log.bytes() > self.log_bytes_max {
             self.log.snapshot(self.controller.state())?;
         }
-        Ok(step)
+        Ok(all)
     }
 
     /// For one who plays crashes.

@@ -18,6 +18,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 use crate::bug::Bug;
+use crate::controller::fit::Misfit;
 use crate::controller::record::Record;
 use crate::controller::state::State;
 use crate::disk::Disk;
@@ -44,6 +45,12 @@ pub enum LogError {
     NoLog,
     #[error("the controller's log has a record that this version does not know: {0}")]
     Unknown(serde_json::Error),
+    #[error("record {number} of the controller's log does not fit what came before it: {misfit}")]
+    Misfit { number: u64, misfit: Misfit },
+    #[error("the controller's snapshot is of a state that cannot be: {0}")]
+    MisfitSnapshot(Misfit),
+    #[error("the controller came to a decision that does not fit its state, and wrote nothing: {0}")]
+    Undecided(Misfit),
     #[error("an earlier write of the controller's log failed; what is on the disk is not known")]
     Failed,
 }
@@ -54,9 +61,17 @@ impl LogError {
             LogError::Disk(_) | LogError::Failed => {
                 "see to the disk and start the controller again; it goes on from what was written"
             }
-            LogError::Damaged(_) | LogError::DamagedSnapshot | LogError::Gap { .. } | LogError::NoLog => {
+            LogError::Damaged(_)
+            | LogError::DamagedSnapshot
+            | LogError::Gap { .. }
+            | LogError::NoLog
+            | LogError::Misfit { .. }
+            | LogError::MisfitSnapshot(_) => {
                 "the files are not as they were written; restore the folder, or begin with an empty one and submit the \
                  jobs again: they go on from their checkpoints"
+            }
+            LogError::Undecided(_) => {
+                "this is a mistake in shoal: start the controller again, and report it with a copy of its folder"
             }
             LogError::Unknown(_) => "start the version that wrote it",
         }
@@ -89,7 +104,12 @@ impl<D: Disk> Log<D> {
         if names.contains(SNAPSHOT) {
             let bytes = log.disk.read(SNAPSHOT)?;
             let frame = Frame::first(&bytes).filter(|frame| frame.length() == bytes.len());
-            state = frame.ok_or(LogError::DamagedSnapshot)?.content()?;
+            let frame = frame.ok_or(LogError::DamagedSnapshot)?;
+            state = frame.content()?;
+            if frame.number != state.revision {
+                return Err(LogError::DamagedSnapshot);
+            }
+            state.check().map_err(LogError::MisfitSnapshot)?;
         }
         match names.contains(LOG) {
             true => {}
@@ -192,7 +212,7 @@ fn replay(bytes: &[u8], state: &mut State) -> Result<(u64, u64), LogError> {
         }
         for (number, record) in (frame.number..).zip(&records) {
             if number == state.revision {
-                state.apply(record);
+                state.apply(record).map_err(|misfit| LogError::Misfit { number, misfit })?;
                 replayed += 1;
             }
         }

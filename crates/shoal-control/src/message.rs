@@ -6,10 +6,15 @@
 //! what its sender said before, and numbers tell which is newer. [`ToWorker::Gone`] answers a worker that the controller
 //! has given up: it lets go of everything and joins anew.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use shoal_plan::{Closing, Standing};
+use thiserror::Error;
+
+/// No number that is counted or given out, and no time in milliseconds, comes near this; what does is damage or a lie. It
+/// leaves room to add to any of them.
+pub const NUMBER_MAX: u64 = 1 << 53;
 
 /// One life of a worker: a number that the controller gives out at joining and never again. A worker that was declared
 /// dead and comes back gets another one.
@@ -45,6 +50,37 @@ impl Plan {
     pub fn place(&self, worker: WorkerId) -> Option<usize> {
         self.members.iter().position(|member| *member == worker)
     }
+
+    /// What everyone relies on who looks into it, wherever it came from.
+    pub fn check(&self) -> Result<(), PlanError> {
+        let Plan { members, holders, step_ms, .. } = self;
+        let distinct: BTreeSet<&WorkerId> = members.iter().collect();
+        if members.is_empty() || distinct.len() < members.len() {
+            return Err(PlanError::Members);
+        }
+        if holders.is_empty() || holders.iter().any(Vec::is_empty) {
+            return Err(PlanError::Unheld);
+        }
+        if let Some(place) = holders.iter().flatten().find(|place| **place >= members.len()) {
+            return Err(PlanError::Place { place: *place, members: members.len() });
+        }
+        if *step_ms > NUMBER_MAX {
+            return Err(PlanError::StepTime(*step_ms));
+        }
+        Ok(())
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum PlanError {
+    #[error("the plan has no workers, or one of them twice")]
+    Members,
+    #[error("the plan has slices that nobody holds")]
+    Unheld,
+    #[error("the plan has a holder at place {place}, but {members} workers only")]
+    Place { place: usize, members: usize },
+    #[error("the plan's steps are said to take {0} ms")]
+    StepTime(u64),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -158,6 +194,11 @@ pub enum ToWorker {
     },
 }
 
+/// What a worker costs, in millionths of a dollar an hour.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Price(pub u64);
+
 /// What a worker does in the plan in force.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -182,16 +223,64 @@ pub struct Part {
     pub culprit: Option<WorkerId>,
     /// What its own work in a step took, in percent of what was predicted; waiting for others does not count. With the step.
     pub pace: Option<(u64, u32)>,
+    /// Since the plan came into force.
+    pub spent: Spent,
+}
+
+/// Where a worker's time in a plan went. The rest of the time went into waiting for what moves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Spent {
+    /// Forward, backward and update.
+    pub useful_ms: u64,
+    pub recompute_ms: u64,
+    /// Nothing to compute until others are done.
+    pub bubble_ms: u64,
+}
+
+impl Spent {
+    pub fn add(&mut self, other: &Spent) {
+        self.useful_ms = self.useful_ms.saturating_add(other.useful_ms);
+        self.recompute_ms = self.recompute_ms.saturating_add(other.recompute_ms);
+        self.bubble_ms = self.bubble_ms.saturating_add(other.bubble_ms);
+    }
+}
+
+/// What kept a worker from getting its state.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Obstacle {
+    /// One who has some of it could not be reached, or did not give it.
+    Peer(WorkerId),
+    /// What it is made from cannot be read, here or by anyone: a checkpoint is damaged or gone, or what the job begins
+    /// with. In a sentence for the job's owner.
+    Source(String),
+    /// The state that is here and the state that is to come do not fit at once.
+    Room,
+    /// Something about this worker, in a sentence for the job's owner.
+    Worker(String),
 }
 
 /// A worker's state of the plan that may come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Progress {
     Underway,
     Ready,
-    /// Could not get all of it; from whom, if a worker is to blame.
-    Failed(Option<WorkerId>),
+    /// Could not get all of it.
+    Failed(Obstacle),
+}
+
+/// What became of a worker's part of a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Saved {
+    /// The checkpoint's.
+    pub id: u64,
+    /// It is on the disk; or it came too late for it.
+    pub done: bool,
+    /// How long training was held up for it here: writing that goes on beside it does not count.
+    pub cost_ms: u64,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -199,8 +288,8 @@ pub enum Progress {
 pub struct Status {
     pub part: Option<Part>,
     pub next: Option<(Epoch, Progress)>,
-    /// The checkpoint that it was last asked for: done, or that it came too late for it.
-    pub saved: Option<(u64, bool)>,
+    /// The checkpoint that it was last asked for.
+    pub saved: Option<Saved>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -225,6 +314,7 @@ pub enum ToController {
         boot: u64,
         /// What it has and where it is reached: planners and engines read it.
         about: String,
+        price: Price,
     },
     Report(Report),
 }

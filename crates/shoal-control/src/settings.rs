@@ -29,6 +29,9 @@ pub struct Settings {
     pub changes_every_ms: u64,
     /// Steps from asking for a checkpoint to the one it is taken after, so that everyone hears of it in time.
     pub save_ahead_steps: u64,
+    /// Between two checkpoints, where a job leaves that open.
+    pub save_every_ms_min: u64,
+    pub save_every_ms_max: u64,
 }
 
 impl Default for Settings {
@@ -44,6 +47,8 @@ impl Default for Settings {
             slow_steps: 3,
             changes_every_ms: 600_000,
             save_ahead_steps: 2,
+            save_every_ms_min: 10_000,
+            save_every_ms_max: 1_800_000,
         }
     }
 }
@@ -65,11 +70,11 @@ impl Settings {
     /// What makes leases fence: see the crate's head.
     pub fn check(self) -> Result<Settings, SettingsError> {
         let Settings { lease_ms, halt_ms_max, deadline_ms, report_every_ms, .. } = self;
-        let stopped_ms = (lease_ms + halt_ms_max) * (100 + CLOCK_DRIFT_PERCENT);
-        if stopped_ms >= deadline_ms * (100 - CLOCK_DRIFT_PERCENT) {
+        let stopped_ms = lease_ms.saturating_add(halt_ms_max).saturating_mul(100 + CLOCK_DRIFT_PERCENT);
+        if stopped_ms >= deadline_ms.saturating_mul(100 - CLOCK_DRIFT_PERCENT) {
             return Err(SettingsError::LeaseOutlivesDeadline { lease_ms, halt_ms_max, deadline_ms });
         }
-        if 2 * report_every_ms >= lease_ms {
+        if report_every_ms.saturating_mul(2) >= lease_ms {
             return Err(SettingsError::ReportsTooRare { report_every_ms, lease_ms });
         }
         Ok(self)

@@ -23,8 +23,8 @@ use shoal_plan::{Closing, Standing};
 
 use crate::bug::Bug;
 use crate::message::{
-    Command, Epoch, Installation, JobId, Order, Orders, Part, Progress, Report, Save, Stage, Status,
-    ToController, ToWorker, WorkerId,
+    Command, Epoch, Installation, JobId, Obstacle, Order, Orders, Part, Price, Progress, Report, Save, Saved,
+    Source, Spent, Stage, Status, ToController, ToWorker, WorkerId,
 };
 use crate::settings::Settings;
 
@@ -47,20 +47,22 @@ pub enum Event {
 }
 
 /// What an engine says of one job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum EngineEvent {
     Installed {
         epoch: Epoch,
     },
     NotInstalled {
         epoch: Epoch,
-        culprit: Option<WorkerId>,
+        obstacle: Obstacle,
     },
     /// Something about its standing has changed.
     Moved {
         epoch: Epoch,
         standing: Standing,
         pace: Option<(u64, u32)>,
+        /// Since the epoch began to run.
+        spent: Spent,
     },
     /// Nothing is under way any more: as told, at the end of the run, or because a peer failed.
     Halted {
@@ -73,10 +75,7 @@ pub enum EngineEvent {
         standing: Standing,
     },
     /// Its part of a checkpoint is on the disk, or its state is past that step.
-    Saved {
-        id: u64,
-        done: bool,
-    },
+    Saved(Saved),
 }
 
 /// What an engine is to do in one job. All are done at once or reported later, and may be told twice.
@@ -131,10 +130,10 @@ struct Slot {
     halting: Option<Option<u64>>,
     next: Option<Next>,
     saving: Option<u64>,
-    saved: Option<(u64, bool)>,
+    saved: Option<Saved>,
 }
 
-#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Next {
     epoch: Epoch,
     step: u64,
@@ -146,6 +145,7 @@ pub struct Worker {
     settings: Settings,
     name: String,
     about: String,
+    price: Price,
     boot: u64,
     id: Option<WorkerId>,
     /// Of reports sent.
@@ -171,6 +171,7 @@ impl Worker {
             settings,
             name: name.to_owned(),
             about: about.to_owned(),
+            price: Price::default(),
             boot,
             id: None,
             number: 0,
@@ -183,6 +184,11 @@ impl Worker {
             said_ms: None,
             bug: None,
         }
+    }
+
+    /// Says what it costs, for the receipts of the jobs that it works for.
+    pub fn priced(self, price: Price) -> Worker {
+        Worker { price, ..self }
     }
 
     /// For the drill.
@@ -208,7 +214,7 @@ impl Worker {
         self.stop_if_lapsed(now_ms, &mut actions);
         match event {
             Event::Tick => {}
-            Event::Notice { in_ms } => self.leaves_at_ms = Some(now_ms + in_ms),
+            Event::Notice { in_ms } => self.leaves_at_ms = Some(now_ms.saturating_add(in_ms)),
             Event::Engine { job, event } => self.hear_engine(job, event, &mut actions),
             Event::Message(message) => self.hear(now_ms, message, &mut actions),
         }
@@ -260,7 +266,8 @@ impl Worker {
         if self.leaves_at_ms.is_some() {
             actions.push(Action::Exit);
         }
-        let mut anew = Worker::new(self.settings, &self.name, &self.about, self.boot + 1);
+        let boot = self.boot.saturating_add(1);
+        let mut anew = Worker::new(self.settings, &self.name, &self.about, boot).priced(self.price);
         anew.leaves_at_ms = self.leaves_at_ms;
         anew.bug = self.bug;
         *self = anew;
@@ -269,7 +276,7 @@ impl Worker {
     fn obey(&mut self, now_ms: u64, orders: Orders, actions: &mut Vec<Action>) {
         let sent_ms = |number| self.unacknowledged.iter().find(|sent| sent.0 == number).map(|sent| sent.1);
         if let Some(sent_ms) = sent_ms(orders.acknowledged) {
-            self.lease_ends_ms = self.lease_ends_ms.max(sent_ms + self.settings.lease_ms);
+            self.lease_ends_ms = self.lease_ends_ms.max(sent_ms.saturating_add(self.settings.lease_ms));
             self.unacknowledged.retain(|sent| sent.0 >= orders.acknowledged);
         }
         let old = orders.revision < self.revision && self.bug != Some(Bug::ObeyOld);
@@ -297,13 +304,13 @@ impl Worker {
                     actions.push(Action::Engine { job, command });
                 }
             }
-            EngineEvent::NotInstalled { epoch, culprit } => slot.progress(epoch, Progress::Failed(culprit)),
-            EngineEvent::Saved { id, done } => {
-                slot.saved = Some((id, done)).filter(|_| slot.saving == Some(id))
+            EngineEvent::NotInstalled { epoch, obstacle } => slot.progress(epoch, Progress::Failed(obstacle)),
+            EngineEvent::Saved(saved) => {
+                slot.saved = Some(saved).filter(|saved| slot.saving == Some(saved.id));
             }
-            EngineEvent::Moved { epoch, standing, pace } => {
+            EngineEvent::Moved { epoch, standing, pace, spent } => {
                 if let Some(part) = slot.part.as_mut().filter(|part| part.epoch == epoch) {
-                    part.standing = standing;
+                    (part.standing, part.spent) = (standing, spent);
                     part.pace = pace.or(part.pace);
                 }
             }
@@ -322,11 +329,13 @@ impl Worker {
 
     /// Says what is so here, if it is something new or has not been said for a while.
     fn speak(&mut self, now_ms: u64, actions: &mut Vec<Action>) {
-        let due = self.said_ms.is_none_or(|said| now_ms >= said + self.settings.report_every_ms);
+        let due =
+            self.said_ms.is_none_or(|said| now_ms >= said.saturating_add(self.settings.report_every_ms));
         let Some(worker) = self.id else {
             if due {
-                let (name, about, boot) = (self.name.clone(), self.about.clone(), self.boot);
-                actions.push(Action::Send(ToController::Join { name, boot, about }));
+                let (name, about) = (self.name.clone(), self.about.clone());
+                let join = ToController::Join { name, boot: self.boot, about, price: self.price };
+                actions.push(Action::Send(join));
                 self.said_ms = Some(now_ms);
             }
             return;
@@ -351,7 +360,8 @@ impl Worker {
 
 impl Slot {
     fn status(&self) -> Status {
-        Status { part: self.part, next: self.next.map(|next| (next.epoch, next.progress)), saved: self.saved }
+        let next = self.next.as_ref().map(|next| (next.epoch, next.progress.clone()));
+        Status { part: self.part, next, saved: self.saved }
     }
 
     fn progress(&mut self, epoch: Epoch, progress: Progress) {
@@ -380,7 +390,7 @@ impl Slot {
     fn obey(&mut self, job: JobId, order: Order, bug: Option<Bug>, actions: &mut Vec<Action>) {
         let Order { epoch, command, save } = order;
         match command {
-            Command::Install(installation) => self.install(job, epoch, installation, actions),
+            Command::Install(installation) => self.install(job, epoch, installation, bug, actions),
             Command::Run { steps } => {
                 let again = bug == Some(Bug::ObeyOld)
                     && self.part.is_some_and(|part| part.epoch == epoch && part.stage == Stage::Stopped);
@@ -405,10 +415,21 @@ impl Slot {
         self.save(job, epoch, save, actions);
     }
 
-    fn install(&mut self, job: JobId, epoch: Epoch, installation: Installation, actions: &mut Vec<Action>) {
-        let newest = self.part.map(|part| part.epoch).max(self.next.map(|next| next.epoch));
+    fn install(
+        &mut self,
+        job: JobId,
+        epoch: Epoch,
+        installation: Installation,
+        bug: Option<Bug>,
+        actions: &mut Vec<Action>,
+    ) {
+        let newest = self.part.map(|part| part.epoch).max(self.next.as_ref().map(|next| next.epoch));
         if newest.is_some_and(|newest| newest >= epoch) {
             return;
+        }
+        // What comes from storage needs nothing that is here, and may need its room.
+        if !matches!(installation.source, Source::Held { .. }) && bug != Some(Bug::KeepOld) {
+            (self.part, self.halting) = (None, None);
         }
         // Of the plan that did not come, nothing is needed; of the one in force, everything.
         let epochs = self.part.iter().map(|part| part.epoch).collect();
@@ -422,7 +443,7 @@ impl Slot {
         let ready = |next: &Next| next.epoch == epoch && next.progress == Progress::Ready;
         let Some(next) = self.next.take_if(|next| ready(next)) else { return false };
         let standing = Standing::at(next.step);
-        self.part = Some(Part { epoch, stage, standing, culprit: None, pace: None });
+        self.part = Some(Part { epoch, stage, standing, culprit: None, pace: None, spent: Spent::default() });
         self.halting = None;
         actions.push(Action::Engine { job, command: EngineCommand::KeepOnly { epochs: [epoch].into() } });
         true
@@ -442,8 +463,9 @@ impl Slot {
         else {
             return;
         };
-        let behind = part.standing.step + 1 == step || bug == Some(Bug::SettleAgain);
-        if let Some(closing) = closing.filter(|closing| behind && closing.step + 1 == step) {
+        let before = step.checked_sub(1);
+        let behind = before == Some(part.standing.step) || bug == Some(Bug::SettleAgain);
+        if let Some(closing) = closing.filter(|closing| behind && before == Some(closing.step)) {
             part.stage = Stage::Settling;
             actions.push(Action::Engine { job, command: EngineCommand::Settle { epoch, step, closing } });
         }

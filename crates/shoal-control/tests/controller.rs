@@ -1,154 +1,16 @@
 //! What the controller decides, one thing at a time; that it holds whatever happens is the drill's to show.
 
+mod common;
+
 use std::collections::BTreeMap;
 
-use shoal_control::controller::record::{Loss, Record, Why};
-use shoal_control::controller::state::{Class, JobSpec, Phase, Rest, State};
-use shoal_control::controller::{Action, Event, Proposal};
+use common::{Fleet, changes, closing, pair, spec};
+use shoal_control::controller::record::{Change, Failure, Loss, Record, Why};
+use shoal_control::controller::state::{Class, Interval, JobSpec, Phase, Rest, State, Wish};
+use shoal_control::controller::{Action, Event};
 use shoal_control::message::*;
 use shoal_control::{Controller, Settings};
-use shoal_plan::{Closing, Standing};
-
-/// A controller and workers that do as they are told at once.
-struct Fleet {
-    controller: Controller,
-    now_ms: u64,
-    records: Vec<Record>,
-    numbers: BTreeMap<WorkerId, u64>,
-    statuses: BTreeMap<WorkerId, BTreeMap<JobId, Status>>,
-    leaving_in_ms: BTreeMap<WorkerId, u64>,
-    /// What the planner is asked.
-    asked: Vec<(JobId, u64, Vec<WorkerId>)>,
-    orders: BTreeMap<WorkerId, BTreeMap<JobId, Order>>,
-}
-
-fn spec(class: Class, workers_min: usize) -> JobSpec {
-    let (name, steps) = (format!("{class:?}"), 1_000);
-    let (priority, workers_max, checkpoint_every_steps, checkpoints_kept) = (0, 9, 1_000, 2);
-    JobSpec {
-        name,
-        class,
-        priority,
-        steps,
-        workers_min,
-        workers_max,
-        checkpoint_every_steps,
-        checkpoints_kept,
-        description: String::new(),
-    }
-}
-
-impl Fleet {
-    fn new(workers: u64) -> Fleet {
-        let mut fleet = Fleet {
-            controller: Controller::new(Settings::default(), State::default()),
-            now_ms: 0,
-            records: Vec::new(),
-            numbers: BTreeMap::new(),
-            statuses: BTreeMap::new(),
-            leaving_in_ms: BTreeMap::new(),
-            asked: Vec::new(),
-            orders: BTreeMap::new(),
-        };
-        fleet.step(Event::Started);
-        (1..=workers).for_each(|number| fleet.join(number));
-        fleet
-    }
-
-    fn step(&mut self, event: Event) -> Vec<Record> {
-        self.now_ms += 1;
-        let step = self.controller.step(self.now_ms, event);
-        for action in step.actions {
-            match action {
-                Action::Plan { job, request, workers, .. } => {
-                    self.asked.push((job, request, workers.into_iter().map(|(worker, _)| worker).collect()));
-                }
-                Action::Send { to, message: ToWorker::Orders(orders) } => {
-                    if let Some(jobs) = orders.jobs {
-                        self.orders.insert(to, jobs);
-                    }
-                }
-                _ => {}
-            }
-        }
-        self.records.extend(step.records.clone());
-        step.records
-    }
-
-    fn join(&mut self, number: u64) {
-        self.step(Event::Message(ToController::Join {
-            name: format!("w{number}"),
-            boot: 1,
-            about: format!("at {number}"),
-        }));
-        self.numbers.insert(WorkerId(number), 0);
-    }
-
-    /// A report of what a worker is now said to be doing.
-    fn report(&mut self, worker: u64) -> Vec<Record> {
-        let worker = WorkerId(worker);
-        let number = self.numbers.get_mut(&worker).expect("joined");
-        *number += 1;
-        let jobs = self.statuses.get(&worker).cloned().unwrap_or_default();
-        let leaving_in_ms = self.leaving_in_ms.get(&worker).copied();
-        let report = Report { worker, number: *number, revision: u64::MAX, leaving_in_ms, jobs };
-        self.step(Event::Message(ToController::Report(report)))
-    }
-
-    fn status(&mut self, worker: u64, job: u64) -> &mut Status {
-        self.statuses.entry(WorkerId(worker)).or_default().entry(JobId(job)).or_default()
-    }
-
-    /// The planner's answer to the last question: all of the workers, each slice on two.
-    fn answer(&mut self, step_ms: u64, move_ms: u64) -> Vec<Record> {
-        let (job, request, members) = self.asked.pop().expect("a question");
-        let count = members.len();
-        let holders = (0..count).map(|place| vec![place, (place + 1) % count]).collect();
-        let plan = Plan { members, holders, step_ms, table: String::new() };
-        self.step(Event::Planned { job, request, answer: Ok(Proposal { plan, move_ms }) })
-    }
-
-    /// Everyone has its state, and runs.
-    fn start(&mut self, job: u64, epoch: u64, workers: &[u64]) {
-        for worker in workers {
-            self.status(*worker, job).next = Some((Epoch(epoch), Progress::Ready));
-            self.report(*worker);
-        }
-        for worker in workers {
-            self.part(*worker, job, epoch, Stage::Running, Standing::at(0));
-        }
-    }
-
-    fn part(&mut self, worker: u64, job: u64, epoch: u64, stage: Stage, standing: Standing) -> Vec<Record> {
-        let part = Part { epoch: Epoch(epoch), stage, standing, culprit: None, pace: None };
-        *self.status(worker, job) = Status { part: Some(part), next: None, saved: None };
-        self.report(worker)
-    }
-
-    fn silence(&mut self, heard: &[u64]) {
-        let until_ms = self.now_ms + Settings::default().deadline_ms + 1;
-        while self.now_ms < until_ms {
-            self.now_ms += 100;
-            heard.iter().for_each(|worker| drop(self.report(*worker)));
-            self.step(Event::Tick);
-        }
-    }
-}
-
-fn closing(step: u64) -> Option<Closing> {
-    let (loss, norm_squared, correct) = (1.0.into(), 2.0.into(), 0.0.into());
-    Some(Closing { step, loss, norm_squared, targets: 8, correct })
-}
-
-/// A job of two workers that runs its first plan.
-fn pair() -> Fleet {
-    let mut fleet = Fleet::new(2);
-    fleet.step(Event::Submit { job: JobId(1), spec: spec(Class::Foreground, 1) });
-    fleet.answer(100, 0);
-    fleet.start(1, 1, &[1, 2]);
-    assert!(fleet.records.contains(&Record::Started { job: JobId(1) }));
-    fleet
-}
+use shoal_plan::Standing;
 
 #[test]
 fn after_a_death_the_survivor_goes_where_the_dead_one_was() {
@@ -156,13 +18,14 @@ fn after_a_death_the_survivor_goes_where_the_dead_one_was() {
     // The first has applied step 0 and says so; the second only has its gradient. Then the first dies.
     let standing = Standing { closing: closing(0), ..Standing::at(1) };
     let committed = fleet.part(1, 1, 1, Stage::Running, standing);
-    assert_eq!(committed, [Record::Committed { job: JobId(1), step: 1, closing: closing(0) }]);
+    assert_eq!(changes(&committed), [(1, Change::Committed { step: 1, closing: closing(0) })]);
     fleet.silence(&[2]);
-    let stopping = Record::Stopping { job: JobId(1), after: None, why: Why::Lost, next: None };
-    assert!(fleet.records.contains(&stopping), "{:?}", fleet.records);
+    let stopping = Change::Stopping { after: None, why: Why::Lost, next: None };
+    assert!(changes(&fleet.records).contains(&(1, stopping)), "{:?}", fleet.records);
     let has_gradient = Standing { reduced: true, ..Standing::at(0) };
     let decided = fleet.part(2, 1, 1, Stage::Stopped, has_gradient);
-    assert_eq!(decided, [Record::Decided { job: JobId(1), step: 1, closing: closing(0) }]);
+    let goes_on = Change::Decided { step: 1, closing: closing(0), spent: Spent::default() };
+    assert_eq!(changes(&decided), [(1, goes_on)]);
     let order = &fleet.orders[&WorkerId(2)][&JobId(1)];
     assert_eq!(order.command, Command::GoTo { step: 1, closing: closing(0) });
 }
@@ -182,7 +45,7 @@ fn one_that_starts_again_says_what_had_been_decided() {
     assert_eq!(order.command, Command::GoTo { step: 1, closing: closing(0) });
 
     let mut state = State::default();
-    fleet.records.iter().for_each(|record| state.apply(record));
+    fleet.records.iter().for_each(|record| state.apply(record).expect("fits"));
     assert_eq!(state, *fleet.controller.state(), "the records are all there is to it");
     let mut again = Controller::new(Settings::default(), state);
     again.step(5_000_000, Event::Started);
@@ -205,9 +68,9 @@ fn a_newcomer_is_taken_in_if_that_pays() {
         fleet.join(3);
         fleet.report(3);
         let records = fleet.answer(step_ms, move_ms);
-        match (&records[..], pays) {
-            ([Record::Stopping { why: Why::Pays, after: Some(1), next: Some(_), .. }], true) => {}
-            ([Record::Declined { weighing, .. }], false) => assert_eq!(weighing.move_ms, move_ms),
+        match (&changes(&records)[..], pays) {
+            ([(1, Change::Stopping { why: Why::Pays, after: Some(1), next: Some(_) })], true) => {}
+            ([(1, Change::Declined { weighing })], false) => assert_eq!(weighing.move_ms, move_ms),
             _ => panic!("{step_ms} ms after {move_ms} ms: {records:?}"),
         }
     }
@@ -232,7 +95,7 @@ fn a_slow_device_is_found_by_its_own_steps_even_alone() {
     fleet.status(1, 1).part.as_mut().expect("runs").pace = Some((6, 290));
     let records = fleet.report(1);
     assert_eq!(records[0], Record::Paced { worker: WorkerId(1), percent: 290 });
-    assert!(matches!(records[1], Record::Asked { .. }), "{records:?}");
+    assert!(matches!(changes(&records)[0], (1, Change::Asked { .. })), "{records:?}");
 }
 
 #[test]
@@ -243,8 +106,8 @@ fn foreground_takes_from_background_and_gives_back_what_it_does_not_need() {
     fleet.start(1, 1, &[1, 2]);
     let needs_one = JobSpec { workers_max: 1, ..spec(Class::Foreground, 1) };
     let records = fleet.step(Event::Submit { job: JobId(2), spec: needs_one });
-    let stopping = Record::Stopping { job: JobId(1), after: Some(1), why: Why::Taken, next: None };
-    assert!(records.contains(&stopping), "{records:?}");
+    let stopping = Change::Stopping { after: Some(1), why: Why::Taken, next: None };
+    assert!(changes(&records).contains(&(1, stopping)), "{records:?}");
     assert!(fleet.asked.is_empty(), "the worker is not free yet");
     for worker in [1, 2] {
         fleet.part(worker, 1, 1, Stage::Stopped, Standing::at(0));
@@ -262,14 +125,15 @@ fn one_that_leaves_is_released_when_nothing_is_on_it() {
     assert!(records.iter().any(left), "{records:?}");
     fleet.leaving_in_ms.insert(WorkerId(2), 9_000);
     let records = fleet.report(2);
-    let stops = |record: &Record| matches!(record, Record::Stopping { after: Some(_), why: Why::Taken, .. });
-    assert!(records.iter().any(stops), "{records:?}");
+    let stops = |change: &(u64, Change)| {
+        matches!(change, (1, Change::Stopping { after: Some(_), why: Why::Taken, .. }))
+    };
+    assert!(changes(&records).iter().any(stops), "{records:?}");
     assert!(fleet.controller.state().is_alive(WorkerId(2)), "it has state that others need");
 }
 
 #[test]
 fn a_cancelled_job_rests_when_its_workers_have_stopped() {
-    use shoal_control::controller::state::Wish;
     let mut fleet = pair();
     fleet.step(Event::Wish { job: JobId(1), wish: Wish::Cancel });
     fleet.part(1, 1, 1, Stage::Stopped, Standing::at(0));
@@ -282,8 +146,14 @@ fn a_cancelled_job_rests_when_its_workers_have_stopped() {
 #[test]
 fn a_joining_said_again_is_no_other_worker() {
     let mut fleet = Fleet::new(1);
-    let join =
-        |boot| Event::Message(ToController::Join { name: "w1".to_owned(), boot, about: String::new() });
+    let join = |boot| {
+        Event::Message(ToController::Join {
+            name: "w1".to_owned(),
+            boot,
+            about: String::new(),
+            price: Price(7),
+        })
+    };
     assert_eq!(fleet.step(join(1)), []);
     let records = fleet.step(join(5));
     assert!(
@@ -292,4 +162,166 @@ fn a_joining_said_again_is_no_other_worker() {
     );
     assert!(matches!(records[1], Record::Joined { worker: WorkerId(2), boot: 5, .. }), "{records:?}");
     assert_eq!(fleet.step(join(1)), [], "late, and from a life that is over");
+}
+
+/// A job of two workers that was saved at step 1 and at step 2, and is paused.
+fn saved_twice() -> Fleet {
+    let mut fleet = pair();
+    for step in 1..=2 {
+        let standing = Standing { closing: closing(step - 1), ..Standing::at(step) };
+        let epoch = if step == 1 { 1 } else { 2 };
+        for worker in [1, 2] {
+            fleet.part(worker, 1, epoch, Stage::Running, standing);
+        }
+        fleet.step(Event::Wish { job: JobId(1), wish: Wish::Pause });
+        for worker in [1, 2] {
+            fleet.part(worker, 1, epoch, Stage::Stopped, standing);
+        }
+        for worker in [1, 2] {
+            fleet.status(worker, 1).saved = Some(Saved { id: step, done: true, cost_ms: 40 });
+            fleet.report(worker);
+        }
+        fleet.statuses.clear();
+        if step == 1 {
+            fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+            fleet.answer(100, 0);
+            fleet.start(1, 2, &[1, 2]);
+        }
+    }
+    let job = &fleet.controller.state().jobs[&JobId(1)];
+    assert_eq!(job.checkpoints, [Checkpoint { id: 1, step: 1 }, Checkpoint { id: 2, step: 2 }]);
+    assert_eq!(job.save_cost_ms, Some(40));
+    fleet
+}
+
+/// The first worker says why it could not get its state of a plan.
+fn hinder(fleet: &mut Fleet, obstacle: Obstacle) -> Vec<(u64, Change)> {
+    let epoch = fleet.controller.state().jobs[&JobId(1)].epoch;
+    fleet.status(1, 1).next = Some((epoch, Progress::Failed(obstacle)));
+    let records = fleet.report(1);
+    changes(&records)
+}
+
+#[test]
+fn a_checkpoint_that_cannot_be_read_is_passed_over_and_the_last_one_is_not_begun_without() {
+    let mut fleet = saved_twice();
+    let unreadable = || Obstacle::Source("part 3 is damaged".to_owned());
+    fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+    for committed in [2, 2, 1, 1] {
+        let job = &fleet.controller.state().jobs[&JobId(1)];
+        assert_eq!(job.committed, committed);
+        fleet.answer(100, 0);
+        hinder(&mut fleet, unreadable());
+    }
+    let job = &fleet.controller.state().jobs[&JobId(1)];
+    assert_eq!((job.phase.clone(), job.committed), (Phase::Resting(Rest::Failed), 1));
+    assert_eq!(job.failure.as_deref(), Some("part 3 is damaged"));
+    assert_eq!(job.kept(), [1, 2], "its owner may mend what could not be read");
+    assert!(fleet.asked.is_empty() && fleet.step(Event::Tick).is_empty(), "it waits for its owner");
+    // The owner has seen to it.
+    fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+    let job = &fleet.controller.state().jobs[&JobId(1)];
+    assert_eq!((job.committed, &job.failure), (2, &None));
+    fleet.answer(100, 0);
+    fleet.statuses.clear();
+    let epoch = fleet.controller.state().jobs[&JobId(1)].epoch;
+    fleet.start(1, epoch.0, &[1, 2]);
+    assert_eq!(fleet.controller.state().jobs[&JobId(1)].phase, Phase::Running);
+}
+
+#[test]
+fn a_worker_that_nothing_can_be_installed_on_gets_no_work() {
+    let mut fleet = saved_twice();
+    fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+    let broken = || Obstacle::Worker("no driver".to_owned());
+    fleet.answer(100, 0);
+    hinder(&mut fleet, broken());
+    fleet.answer(100, 0);
+    hinder(&mut fleet, broken());
+    let quarantined = fleet.controller.state().members[&WorkerId(1)].quarantined_until_ms;
+    assert!(quarantined.is_some(), "{:?}", fleet.records.last());
+    assert_eq!(fleet.asked.pop().map(|asked| asked.2), Some(vec![WorkerId(2)]));
+}
+
+#[test]
+fn where_there_is_no_room_to_move_state_goes_through_a_checkpoint() {
+    let mut fleet = pair();
+    fleet.join(3);
+    fleet.report(3);
+    fleet.answer(50, 10);
+    let standing = Standing { closing: closing(0), ..Standing::at(1) };
+    for worker in [1, 2] {
+        fleet.part(worker, 1, 1, Stage::Stopped, standing);
+    }
+    let begun = hinder(&mut fleet, Obstacle::Room);
+    assert_eq!(begun[0].1, Change::Abandoned { why: Failure::Room });
+    assert!(matches!(begun[1].1, Change::SaveBegun { .. }), "{begun:?}");
+    assert!(fleet.orders[&WorkerId(1)][&JobId(1)].save.is_some(), "nobody has let go yet");
+    for worker in [1, 2] {
+        fleet.status(worker, 1).saved = Some(Saved { id: 1, done: true, cost_ms: 40 });
+        fleet.report(worker);
+    }
+    assert!(changes(&fleet.records).contains(&(1, Change::Released)));
+    assert_eq!(fleet.orders[&WorkerId(1)], BTreeMap::new(), "everyone lets go");
+    fleet.answer(50, 10);
+    let Command::Install(installation) = &fleet.orders[&WorkerId(1)][&JobId(1)].command else {
+        panic!("{:?}", fleet.orders[&WorkerId(1)])
+    };
+    assert_eq!(installation.source, Source::Checkpoint(Checkpoint { id: 1, step: 1 }));
+}
+
+/// All workers of the first job's plan are at a step; gives the interval of a checkpoint that begins then.
+fn save_begun(fleet: &mut Fleet, step: u64) -> Option<u64> {
+    let standing = Standing { closing: closing(step - 1), ..Standing::at(step) };
+    let begun = |(_, change): (u64, Change)| match change {
+        Change::SaveBegun { every_steps, .. } => Some(every_steps),
+        _ => None,
+    };
+    let records: Vec<Record> =
+        [1, 2].into_iter().flat_map(|worker| fleet.part(worker, 1, 1, Stage::Running, standing)).collect();
+    changes(&records).into_iter().find_map(begun)
+}
+
+#[test]
+fn how_often_is_saved_follows_from_what_saving_cost() {
+    let mut fleet = Fleet::new(2);
+    let spec = JobSpec { checkpoint_every: Interval::Auto, ..spec(Class::Foreground, 1) };
+    fleet.step(Event::Submit { job: JobId(1), spec });
+    fleet.answer(100, 0);
+    fleet.start(1, 1, &[1, 2]);
+    // The first comes after ten seconds, by the plan; nobody knows yet what it costs.
+    assert_eq!(save_begun(&mut fleet, 99), None);
+    assert_eq!(save_begun(&mut fleet, 100), Some(100));
+    save_begun(&mut fleet, 102);
+    for worker in [1, 2] {
+        fleet.status(worker, 1).saved = Some(Saved { id: 1, done: true, cost_ms: 100 * worker });
+        fleet.report(worker);
+    }
+    assert!(changes(&fleet.records).contains(&(1, Change::SaveCompleted { cost_ms: 200 })));
+    // Of sqrt(2 · 200 · 600,000) ms, 155 steps.
+    assert_eq!(save_begun(&mut fleet, 102 + 154), None);
+    assert_eq!(save_begun(&mut fleet, 102 + 155), Some(155));
+}
+
+#[test]
+fn a_machine_that_does_not_help_one_job_goes_to_the_next() {
+    let mut fleet = Fleet::new(0);
+    for job in [1, 2] {
+        fleet.step(Event::Submit { job: JobId(job), spec: spec(Class::Foreground, 1) });
+        fleet.join(job);
+        fleet.report(job);
+        fleet.answer(100, 0);
+        fleet.start(job, 1, &[job]);
+    }
+    fleet.join(3);
+    fleet.report(3);
+    assert_eq!(fleet.asked.last().map(|(job, _, workers)| (job.0, workers.len())), Some((1, 2)));
+    let records = fleet.answer(100, 0);
+    assert!(matches!(changes(&records)[0], (1, Change::Declined { .. })), "{records:?}");
+    assert_eq!(
+        fleet.asked.last().map(|(job, _, workers)| (job.0, workers.clone())),
+        Some((2, vec![WorkerId(2), WorkerId(3)]))
+    );
+    let records = fleet.answer(60, 0);
+    assert!(matches!(changes(&records)[0], (2, Change::Stopping { why: Why::Pays, .. })), "{records:?}");
 }

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use shoal_control::controller::Event;
-use shoal_control::controller::state::{Class, JobSpec, State};
+use shoal_control::controller::state::{Class, Interval, JobSpec, State};
 use shoal_control::disk::{Disk, Folder};
 use shoal_control::keeper::LOG_BYTES_MAX;
 use shoal_control::log::{Log, LogError};
-use shoal_control::message::{JobId, ToController};
+use shoal_control::message::{JobId, Price, ToController};
 use shoal_control::{Keeper, Settings};
 
 fn spec(name: &str) -> JobSpec {
@@ -18,7 +18,7 @@ fn spec(name: &str) -> JobSpec {
         steps: 10,
         workers_min: 1,
         workers_max: 4,
-        checkpoint_every_steps: 5,
+        checkpoint_every: Interval::Steps(5),
         description: String::new(),
         checkpoints_kept: 2,
     }
@@ -31,7 +31,8 @@ fn written(folder: &Path, log_bytes_max: u64) -> State {
     let opened = Keeper::open_with(settings, disk, 0, log_bytes_max, None);
     let (mut keeper, _, _) = opened.expect("opens");
     for number in 0..4 {
-        let join = ToController::Join { name: format!("worker {number}"), boot: 1, about: String::new() };
+        let (name, about) = (format!("worker {number}"), String::new());
+        let join = ToController::Join { name, boot: 1, about, price: Price::default() };
         keeper.step(10 + number, Event::Message(join)).expect("written");
         let (job, spec) = (JobId(number), spec(&format!("job {number}")));
         keeper.step(20 + number, Event::Submit { job, spec }).expect("written");
@@ -54,6 +55,24 @@ fn what_was_written_is_read_back_with_and_without_a_snapshot() {
         let names = Folder::open(folder.path()).and_then(|disk| disk.names()).expect("read");
         assert_eq!(names.contains("snapshot"), log_bytes_max < LOG_BYTES_MAX, "{names:?}");
     }
+}
+
+#[test]
+fn events_taken_in_together_lead_where_they_lead_one_by_one() {
+    let events =
+        || (0..4).map(|number| Event::Submit { job: JobId(number), spec: spec(&format!("job {number}")) });
+    let folders = [tempfile::tempdir().expect("made"), tempfile::tempdir().expect("made")];
+    let open = |folder: &Path| Keeper::open(Settings::default(), Folder::open(folder).expect("made"), 0);
+    let (mut together, _, _) = open(folders[0].path()).expect("opens");
+    let (mut single, _, _) = open(folders[1].path()).expect("opens");
+    let step = together.step_all(7, events()).expect("written");
+    let mut records = Vec::new();
+    for event in events() {
+        records.extend(single.step(7, event).expect("written").records);
+    }
+    assert_eq!(step.records, records);
+    assert!(together.log_bytes() < single.log_bytes(), "one frame for all");
+    assert_eq!(reopened(folders[0].path()).expect("opens").0, *single.state());
 }
 
 #[test]

@@ -21,7 +21,11 @@ fn orders(acknowledged: u64, revision: u64, epoch: u64, command: Command) -> Eve
 }
 
 fn install() -> Command {
-    let (source, description, abouts) = (Source::Fresh, "a job".to_owned(), BTreeMap::new());
+    install_from(Source::Fresh)
+}
+
+fn install_from(source: Source) -> Command {
+    let (description, abouts) = ("a job".to_owned(), BTreeMap::new());
     Command::Install(Installation { plan: plan(), source, description, abouts })
 }
 
@@ -48,11 +52,16 @@ fn report(actions: &[Action]) -> &Report {
 
 /// A worker whose epoch 1 runs since `now_ms`, with a lease from then.
 fn running(now_ms: u64) -> Worker {
-    let mut worker = Worker::new(Settings::default(), "w", "", 1);
+    let mut worker = Worker::new(Settings::default(), "w", "", 1).priced(Price(5));
     let joins = worker.step(now_ms, Event::Tick);
     assert_eq!(
         joins,
-        [Action::Send(ToController::Join { name: "w".to_owned(), boot: 1, about: String::new() })]
+        [Action::Send(ToController::Join {
+            name: "w".to_owned(),
+            boot: 1,
+            about: String::new(),
+            price: Price(5)
+        })]
     );
     let welcome = ToWorker::Welcome { name: "w".to_owned(), boot: 1, worker: ME };
     assert_eq!(report(&worker.step(now_ms, Event::Message(welcome))).number, 1);
@@ -113,17 +122,30 @@ fn old_state_is_kept_until_the_new_plan_runs() {
     worker.step(1_001, orders(1, 12, 1, Command::Stop { after: None }));
     let halted = EngineEvent::Halted { epoch: Epoch(1), standing: Standing::at(3), culprit: None };
     worker.step(1_002, engine(halted));
-    let moved = commands(worker.step(1_003, orders(1, 14, 2, install())));
+    let held = || Source::Held { epoch: Epoch(1), plan: plan(), step: 3, alive: vec![ME] };
+    let moved = commands(worker.step(1_003, orders(1, 14, 2, install_from(held()))));
     assert_eq!(moved[0], EngineCommand::KeepOnly { epochs: [Epoch(1)].into() });
     worker.step(1_004, engine(EngineEvent::Installed { epoch: Epoch(2) }));
     // The new plan is abandoned: what was kept is still what counts.
     let closing = None;
     let stay = commands(worker.step(1_005, orders(1, 15, 1, Command::GoTo { step: 3, closing })));
     assert_eq!(stay, [EngineCommand::KeepOnly { epochs: [Epoch(1)].into() }]);
-    worker.step(1_006, orders(1, 16, 3, install()));
+    worker.step(1_006, orders(1, 16, 3, install_from(held())));
     worker.step(1_007, engine(EngineEvent::Installed { epoch: Epoch(3) }));
     let run = commands(worker.step(1_008, orders(1, 17, 3, Command::Run { steps: 9 })));
     assert_eq!(run[0], EngineCommand::KeepOnly { epochs: [Epoch(3)].into() });
+}
+
+#[test]
+fn what_comes_from_storage_finds_the_room_of_what_is_not_needed() {
+    let mut worker = running(1_000);
+    worker.step(1_001, orders(1, 12, 1, Command::Stop { after: None }));
+    let halted = EngineEvent::Halted { epoch: Epoch(1), standing: Standing::at(3), culprit: None };
+    worker.step(1_002, engine(halted));
+    let source = Source::Checkpoint(Checkpoint { id: 1, step: 3 });
+    let actions = worker.step(1_003, orders(1, 14, 2, install_from(source)));
+    assert_eq!(report(&actions).jobs[&JOB].part, None);
+    assert_eq!(commands(actions)[0], EngineCommand::KeepOnly { epochs: [].into() });
 }
 
 #[test]
@@ -149,7 +171,12 @@ fn one_that_was_given_up_lets_go_and_joins_anew() {
     let gone = |worker| Event::Message(ToWorker::Gone { worker });
     assert_eq!(commands(worker.step(1_001, gone(WorkerId(6)))), [], "an earlier life's");
     let actions = worker.step(1_002, gone(ME));
-    let join = Action::Send(ToController::Join { name: "w".to_owned(), boot: 2, about: String::new() });
+    let join = Action::Send(ToController::Join {
+        name: "w".to_owned(),
+        boot: 2,
+        about: String::new(),
+        price: Price(5),
+    });
     assert!(actions.contains(&join), "{actions:?}");
     assert_eq!(commands(actions), [EngineCommand::KeepOnly { epochs: [].into() }]);
     assert!(!worker.may_run(1_003));

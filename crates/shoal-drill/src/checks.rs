@@ -1,11 +1,12 @@
 //! What must hold after every event. The rules are those of this crate's head.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use shoal_control::controller::state::{Base, Job, Phase, Rest, State};
 use shoal_control::message::{Epoch, JobId, Plan};
 
 use crate::engine::JobEngine;
+use crate::ledger::Ledger;
 use crate::toy::{Rights, SLICES};
 use crate::world::World;
 
@@ -26,6 +27,9 @@ pub struct Checks {
     left: Option<State>,
     /// Of the controller's state when it was last looked at.
     seen: u64,
+    /// Jobs that have had a complete checkpoint.
+    saved: BTreeSet<JobId>,
+    pub ledger: Ledger,
 }
 
 impl Checks {
@@ -40,6 +44,7 @@ impl Checks {
     /// What it finds in its log is all that it had said, and what it had in memory if no record is missing. Records that
     /// starting itself made are no part of what was found.
     pub fn restarted(&mut self, state: &State, made: u64) -> Option<Broken> {
+        self.ledger.begin(state);
         let (told, revision, rule) = (self.told, state.revision - made, "nothing said that can be forgotten");
         self.seen = 0;
         if revision < told {
@@ -134,6 +139,9 @@ impl Checks {
         if let Some(broken) = self.holdings(world, state) {
             return Some(broken);
         }
+        if let Some(broken) = self.receipts(world) {
+            return Some(broken);
+        }
         for (id, job) in &state.jobs {
             if job.counted - job.undone != job.committed {
                 let sentence =
@@ -157,15 +165,34 @@ impl Checks {
                 let sentence = format!("{id:?} {:?} began at {began} before its state was there", job.epoch);
                 return Some(("one plan", sentence));
             }
-            for checkpoint in &job.checkpoints {
+            if !job.checkpoints.is_empty() {
+                self.saved.insert(*id);
+            }
+            if job.base == Base::Fresh && self.saved.contains(id) {
+                return Some(("nothing begun anew", format!("{id:?} had checkpoints, and has no state")));
+            }
+            for checkpoint in job.checkpoints.iter().chain(&job.unreadable) {
                 for part in 0..SLICES {
-                    let slice = world.store.read(*id, checkpoint.id, part);
+                    let slice = world.store.written(*id, checkpoint.id, part);
                     let right = slice.filter(|slice| slice.version == checkpoint.step);
                     if !right.is_some_and(|slice| slice.is_right(*id, part, &mut self.rights)) {
                         let sentence = format!("{id:?} {checkpoint:?} counts, but part {part} is {slice:?}");
                         return Some(("no torn checkpoint", sentence));
                     }
                 }
+            }
+        }
+        None
+    }
+
+    fn receipts(&self, world: &World) -> Option<Broken> {
+        let keeper = world.keeper.as_ref()?;
+        for id in keeper.state().jobs.keys() {
+            // As of the last record.
+            let bill = keeper.bill(*id, 0)?;
+            let whole = self.ledger.whole(*id);
+            if bill.parts.sum() != bill.whole || Some(bill.whole) != whole {
+                return Some(("every millisecond once", format!("{id:?}: {bill:?}, but {whole:?}")));
             }
         }
         None

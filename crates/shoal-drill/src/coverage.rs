@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use shoal_control::controller::record::{Failure, Loss, Record, Why};
+use shoal_control::controller::record::{Change, Failure, Loss, Record, Why};
 use shoal_control::controller::state::{Rest, Wish};
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -25,6 +25,10 @@ pub const ALL: &[&str] = &[
     "fault: one way cut",
     "fault: preemption notice",
     "fault: worker joins",
+    "fault: worker without room",
+    "fault: worker where nothing works",
+    "fault: checkpoints away",
+    "fault: checkpoints damaged",
     "log: torn",
     "log: begun anew",
     "worker: lease over",
@@ -47,6 +51,9 @@ pub const ALL: &[&str] = &[
     "plan: moving",
     "plan: abandoned for a member",
     "plan: abandoned for a transfer",
+    "plan: abandoned for a checkpoint",
+    "plan: abandoned for room",
+    "plan: abandoned for a worker of its own",
     "plan: abandoned by wish",
     "plan: started",
     "stop: lost",
@@ -64,8 +71,12 @@ pub const ALL: &[&str] = &[
     "save: begun",
     "save: dropped",
     "save: complete",
+    "save: to make room",
+    "save: passed over",
+    "save: interval chosen",
     "rest: queued",
     "rest: paused",
+    "rest: failed",
     "rest: done",
     "rest: cancelled",
 ];
@@ -75,6 +86,7 @@ impl Coverage {
         *self.0.entry(what).or_default() += 1;
     }
 
+    /// `checkpoints`: whether the job that it is about has any.
     pub fn record(&mut self, record: &Record, checkpoints: bool) {
         self.count(match record {
             Record::Joined { .. } => "member: joined",
@@ -86,36 +98,53 @@ impl Coverage {
             Record::Quarantined { .. } => "member: in quarantine",
             Record::Cleared { .. } => "member: out of quarantine",
             Record::Submitted { .. } => "job: submitted",
-            Record::Wished { wish: Wish::Pause, .. } => "job: paused",
-            Record::Wished { wish: Wish::Run, .. } => "job: resumed",
-            Record::Wished { wish: Wish::Cancel, .. } => "job: cancelled",
-            Record::Asked { .. } => "plan: asked",
-            Record::Refused { .. } => "plan: refused",
-            Record::Declined { .. } => "plan: declined",
-            Record::Moving { .. } => "plan: moving",
-            Record::Abandoned { why: Failure::Member, .. } => "plan: abandoned for a member",
-            Record::Abandoned { why: Failure::Transfer, .. } => "plan: abandoned for a transfer",
-            Record::Abandoned { why: Failure::Wished, .. } => "plan: abandoned by wish",
-            Record::Started { .. } => "plan: started",
-            Record::Committed { .. } => "step: committed",
-            Record::Stopping { why: Why::Lost, .. } => "stop: lost",
-            Record::Stopping { why: Why::Stalled, .. } => "stop: stalled",
-            Record::Stopping { why: Why::Taken, .. } => "stop: taken",
-            Record::Stopping { why: Why::Pays, .. } => "stop: pays",
-            Record::Stopping { why: Why::Wished, .. } => "stop: wished",
-            Record::Stopping { why: Why::Finished, .. } => "stop: finished",
-            Record::Hurried { .. } => "stop: hurried",
-            Record::Decided { .. } => "settle: decided",
-            Record::Settled { .. } => "settle: done",
-            Record::Restored { .. } if checkpoints => "restore: from a checkpoint",
-            Record::Restored { .. } => "restore: from the beginning",
-            Record::SaveBegun { .. } => "save: begun",
-            Record::SaveDropped { .. } => "save: dropped",
-            Record::SaveCompleted { .. } => "save: complete",
-            Record::Rested { rest: Rest::Queued, .. } => "rest: queued",
-            Record::Rested { rest: Rest::Paused, .. } => "rest: paused",
-            Record::Rested { rest: Rest::Done, .. } => "rest: done",
-            Record::Rested { rest: Rest::Cancelled, .. } => "rest: cancelled",
+            Record::Job { change, .. } => of_change(change, checkpoints),
         });
+    }
+}
+
+fn of_change(change: &Change, checkpoints: bool) -> &'static str {
+    match change {
+        Change::Wished { wish: Wish::Pause } => "job: paused",
+        Change::Wished { wish: Wish::Run } => "job: resumed",
+        Change::Wished { wish: Wish::Cancel } => "job: cancelled",
+        Change::Asked { .. } => "plan: asked",
+        Change::Refused { .. } => "plan: refused",
+        Change::Declined { .. } => "plan: declined",
+        Change::Moving { .. } => "plan: moving",
+        Change::Abandoned { why } => match why {
+            Failure::Member => "plan: abandoned for a member",
+            Failure::Transfer => "plan: abandoned for a transfer",
+            Failure::Source(_) => "plan: abandoned for a checkpoint",
+            Failure::Room => "plan: abandoned for room",
+            Failure::Worker(_) => "plan: abandoned for a worker of its own",
+            Failure::Wished => "plan: abandoned by wish",
+        },
+        Change::Started => "plan: started",
+        Change::Committed { .. } => "step: committed",
+        Change::Stopping { why, .. } => match why {
+            Why::Lost => "stop: lost",
+            Why::Stalled => "stop: stalled",
+            Why::Taken => "stop: taken",
+            Why::Pays => "stop: pays",
+            Why::Wished => "stop: wished",
+            Why::Finished => "stop: finished",
+        },
+        Change::Hurried => "stop: hurried",
+        Change::Decided { .. } => "settle: decided",
+        Change::Settled => "settle: done",
+        Change::Restored { .. } if checkpoints => "restore: from a checkpoint",
+        Change::Restored { .. } => "restore: from the beginning",
+        Change::SaveBegun { .. } => "save: begun",
+        Change::SaveDropped => "save: dropped",
+        Change::SaveCompleted { .. } => "save: complete",
+        Change::Released => "save: to make room",
+        Change::Rested { rest } => match rest {
+            Rest::Queued => "rest: queued",
+            Rest::Paused => "rest: paused",
+            Rest::Failed => "rest: failed",
+            Rest::Done => "rest: done",
+            Rest::Cancelled => "rest: cancelled",
+        },
     }
 }

@@ -6,12 +6,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use shoal_control::Bug;
-use shoal_control::message::{Epoch, JobId, Plan, Save, Source, WorkerId};
+use shoal_control::message::{Epoch, JobId, Obstacle, Plan, Save, Saved, Source, Spent, WorkerId};
 use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_plan::{Closing, Standing};
 
 use crate::random::Random;
-use crate::store::Store;
+use crate::store::{Found, Store};
 use crate::toy::{self, BATCH, Samples, Slice};
 
 /// After so long without a step done, or without state that was asked for, somebody is missing.
@@ -34,6 +34,14 @@ pub enum PeerKind {
     Piece { place: usize, slice: Slice },
 }
 
+/// What keeps an engine here from installing anything.
+#[derive(Clone, Copy, Debug)]
+pub enum Hindrance {
+    Unreadable,
+    Cramped,
+    Broken,
+}
+
 #[derive(Clone, Copy, Debug)]
 pub enum Timer {
     Computed { step: u64 },
@@ -42,6 +50,7 @@ pub enum Timer {
     Halted,
     Settled { step: u64, closing: Closing },
     NoPiece,
+    NotInstalled { obstacle: Hindrance },
     Installed,
     Written { id: u64 },
 }
@@ -65,6 +74,8 @@ pub enum Out {
     },
     /// What must not be.
     Wrong(String),
+    /// State that nobody needs is in the way of what is to come.
+    InTheWay(String),
 }
 
 /// What an engine's step depends on beside its state.
@@ -72,6 +83,10 @@ pub struct Around<'a> {
     pub me: WorkerId,
     pub pace_percent: u32,
     pub may_run: bool,
+    /// There is room for one plan's state only.
+    pub cramped: bool,
+    /// Nothing can be installed here.
+    pub broken: bool,
     pub bug: Option<Bug>,
     pub random: &'a mut Random,
     pub store: &'a mut Store,
@@ -108,6 +123,8 @@ pub struct JobEngine {
     writing: Option<(u64, Vec<WorkerId>)>,
     /// Steps computed here, which is nobody's business.
     position: Option<u64>,
+    /// Since the epoch that runs here began.
+    spent: Spent,
 }
 
 impl Share {
@@ -126,7 +143,16 @@ impl Share {
 impl JobEngine {
     pub fn new(job: JobId) -> JobEngine {
         let shares = BTreeMap::new();
-        JobEngine { job, shares, run: None, installing: None, save: None, writing: None, position: None }
+        JobEngine {
+            job,
+            shares,
+            run: None,
+            installing: None,
+            save: None,
+            writing: None,
+            position: None,
+            spent: Spent::default(),
+        }
     }
 
     /// The epoch that is being run here.
@@ -167,6 +193,7 @@ impl JobEngine {
                 }
                 around.out.push(Out::Begins { epoch, version: share.version() });
                 self.run = Some(Run { epoch, steps, after: None, halting: false });
+                self.spent = Spent::default();
                 self.begin_step(around);
             }
             EngineCommand::Halt { epoch, after } => {
@@ -210,16 +237,28 @@ impl JobEngine {
             reduced: None,
             closing: None,
         };
+        let mut hindrance = around.broken.then_some(Hindrance::Broken);
+        if around.cramped && !self.shares.is_empty() {
+            hindrance = Some(Hindrance::Cramped);
+            if !matches!(source, Source::Held { .. }) {
+                around.out.push(Out::InTheWay(format!("{epoch:?} comes from {source:?} beside old state")));
+            }
+        }
         for slice in mine {
             let found = match source {
                 Source::Fresh => Some(toy::fresh(self.job, slice)),
-                Source::Checkpoint(checkpoint) => {
-                    let found = around.store.read(self.job, checkpoint.id, slice);
-                    if found.is_none() {
-                        around.out.push(Out::Wrong(format!("{checkpoint:?} counts but lacks part {slice}")));
+                Source::Checkpoint(checkpoint) => match around.store.read(self.job, checkpoint.id, slice) {
+                    Found::Whole(found) => Some(found),
+                    Found::Unreadable => {
+                        hindrance = hindrance.or(Some(Hindrance::Unreadable));
+                        None
                     }
-                    found
-                }
+                    Found::Missing => {
+                        let sentence = format!("{checkpoint:?} counts but lacks part {slice}");
+                        around.out.push(Out::Wrong(sentence));
+                        None
+                    }
+                },
                 Source::Held { epoch, step, .. } => {
                     let held = self.shares.get(epoch).and_then(|share| share.slices.get(&slice));
                     held.copied().filter(|slice| slice.version == *step)
@@ -248,9 +287,11 @@ impl JobEngine {
         if self.position.is_none() {
             self.position = Some(source.step());
         }
-        let (in_ms, timer) = match share.missing.is_empty() {
-            true => (around.random.between(5, 60), Timer::Installed),
-            false => (STALL_MS, Timer::NoPiece),
+        let soon_ms = around.random.between(5, 60);
+        let (in_ms, timer) = match (hindrance, share.missing.is_empty()) {
+            (Some(obstacle), _) => (soon_ms, Timer::NotInstalled { obstacle }),
+            (None, true) => (soon_ms, Timer::Installed),
+            (None, false) => (STALL_MS, Timer::NoPiece),
         };
         around.out.push(Out::Timer { in_ms, epoch, timer });
         self.shares.insert(epoch, share);
@@ -304,8 +345,18 @@ impl JobEngine {
                 };
                 if let Some(culprit) = share.missing.values().next().copied() {
                     self.installing = None;
-                    let culprit = Some(culprit);
-                    around.out.push(Out::Event(EngineEvent::NotInstalled { epoch, culprit }));
+                    let obstacle = Obstacle::Peer(culprit);
+                    around.out.push(Out::Event(EngineEvent::NotInstalled { epoch, obstacle }));
+                }
+            }
+            Timer::NotInstalled { obstacle } => {
+                if self.installing.take_if(|installing| *installing == epoch).is_some() {
+                    let obstacle = match obstacle {
+                        Hindrance::Unreadable => Obstacle::Source("the checkpoint cannot be read".to_owned()),
+                        Hindrance::Cramped => Obstacle::Room,
+                        Hindrance::Broken => Obstacle::Worker("nothing works here".to_owned()),
+                    };
+                    around.out.push(Out::Event(EngineEvent::NotInstalled { epoch, obstacle }));
                 }
             }
             Timer::Installed => {
@@ -332,8 +383,7 @@ impl JobEngine {
             return;
         }
         if toy::computing(&share.plan).contains(&around.me) {
-            let count = toy::computing(&share.plan).len() as u64;
-            let in_ms = 240 * u64::from(around.pace_percent) / 100 / count + around.random.below(10);
+            let in_ms = toy::work_ms(&share.plan, around.pace_percent) + around.random.below(10);
             around.out.push(Out::Timer { in_ms, epoch, timer: Timer::Computed { step } });
         }
         let in_ms = STALL_MS + share.plan.step_ms * 2;
@@ -359,7 +409,7 @@ impl JobEngine {
 
     /// Takes the step under way as far as what has arrived allows.
     fn advance(&mut self, around: &mut Around) {
-        let (job, me, bug) = (self.job, around.me, around.bug);
+        let (job, me, bug, spent) = (self.job, around.me, around.bug, self.spent);
         let Some((share, run)) = self.active(around) else { return };
         let (epoch, step, partly) = (run.epoch, share.version(), share.standing().applied);
         let gradients = share.gradients.get(&step);
@@ -378,8 +428,8 @@ impl JobEngine {
         let open = share.closing.is_none_or(|closing| closing.step < step);
         if reduced && everyone && open {
             share.closing = Some(toy::closing(job, step));
-            let standing = share.standing();
-            around.out.push(Out::Event(EngineEvent::Moved { epoch, standing, pace: None }));
+            let (standing, spent) = (share.standing(), spent);
+            around.out.push(Out::Event(EngineEvent::Moved { epoch, standing, pace: None, spent }));
             // Some update at once, others take their time.
             let slow = around.random.chance(20);
             let in_ms = around.random.between(1, if slow { 150 } else { 10 });
@@ -389,7 +439,7 @@ impl JobEngine {
 
     /// Updates the first half of the slices, then the others.
     fn update(&mut self, epoch: Epoch, step: u64, all: bool, around: &mut Around) {
-        let pace = around.pace_percent;
+        let (pace, mut spent) = (around.pace_percent, self.spent);
         let Some((share, run)) = self.active(around) else { return };
         let Some((_, samples)) = share.reduced.filter(|(reduced, _)| *reduced == step && run.epoch == epoch)
         else {
@@ -410,7 +460,12 @@ impl JobEngine {
         let (standing, pace) = (share.standing(), computes.then_some((step, pace)));
         share.gradients.retain(|other, _| *other > step);
         share.haves.retain(|other, _| *other > step);
-        around.out.push(Out::Event(EngineEvent::Moved { epoch, standing, pace }));
+        if computes {
+            let work_ms = toy::work_ms(&share.plan, around.pace_percent);
+            spent.add(&Spent { useful_ms: work_ms, recompute_ms: work_ms / 4, bubble_ms: 3 });
+        }
+        around.out.push(Out::Event(EngineEvent::Moved { epoch, standing, pace, spent }));
+        self.spent = spent;
         self.begin_step(around);
     }
 
@@ -463,7 +518,7 @@ impl JobEngine {
         }
         if standing.step > save.checkpoint.step || standing.applied {
             self.save = None;
-            around.out.push(Out::Event(EngineEvent::Saved { id, done: false }));
+            around.out.push(Out::Event(saved(id, false)));
             return;
         }
         for (part, _) in save.writers.iter().enumerate().filter(|(_, writer)| **writer == around.me) {
@@ -473,7 +528,7 @@ impl JobEngine {
             }
         }
         if around.bug == Some(Bug::SavedTooSoon) {
-            around.out.push(Out::Event(EngineEvent::Saved { id, done: true }));
+            around.out.push(Out::Event(saved(id, true)));
         }
         let in_ms = around.random.between(10, 150);
         around.out.push(Out::Timer { in_ms, epoch: *epoch, timer: Timer::Written { id } });
@@ -486,8 +541,12 @@ impl JobEngine {
         for (part, _) in writers.iter().enumerate().filter(|(_, writer)| **writer == around.me) {
             around.store.end(self.job, id, part);
         }
-        around.out.push(Out::Event(EngineEvent::Saved { id, done: true }));
+        around.out.push(Out::Event(saved(id, true)));
     }
+}
+
+fn saved(id: u64, done: bool) -> EngineEvent {
+    EngineEvent::Saved(Saved { id, done, cost_ms: 5 })
 }
 
 fn say_all(share: &Share, peer: Peer, out: &mut Vec<Out>) {

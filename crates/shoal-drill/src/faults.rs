@@ -1,6 +1,6 @@
 //! What goes wrong when, drawn from the seed before anything happens.
 
-use shoal_control::controller::state::{Class, JobSpec, Wish};
+use shoal_control::controller::state::{Class, Interval, JobSpec, Wish};
 use shoal_control::message::JobId;
 
 use crate::random::Random;
@@ -53,6 +53,22 @@ pub enum Fault {
     Isolate {
         node: Option<usize>,
         for_ms: u64,
+    },
+    /// A worker has room for one plan's state only.
+    Cramp {
+        node: usize,
+        for_ms: u64,
+    },
+    /// A worker cannot install anything.
+    Break {
+        node: usize,
+        for_ms: u64,
+    },
+    /// A job's checkpoints cannot be read: all or the newest, for a while or for good.
+    Damage {
+        job: JobId,
+        all: bool,
+        for_ms: Option<u64>,
     },
     Submit {
         job: JobId,
@@ -113,7 +129,10 @@ fn draw_job(random: &mut Random, job: JobId, nodes: usize, faults: &mut Vec<(u64
         steps: random.between(20, 110),
         workers_min: random.between(1, 2.min(nodes as u64)) as usize,
         workers_max: random.between(2, 6) as usize,
-        checkpoint_every_steps: random.between(5, 25),
+        checkpoint_every: match random.chance(20) {
+            true => Interval::Auto,
+            false => Interval::Steps(random.between(5, 25)),
+        },
         checkpoints_kept: random.between(1, 3) as usize,
         description: String::new(),
     };
@@ -135,7 +154,8 @@ fn draw_fault(random: &mut Random, nodes: usize) -> Fault {
     let other = (node + random.between(1, nodes as u64 - 1) as usize) % nodes;
     let for_ms = random.between(50, 2_500);
     let both = random.chance(60);
-    match random.below(16) {
+    let job = JobId(random.between(1, 2));
+    match random.below(22) {
         0..=2 => Fault::Kill { node, for_ms },
         3..=4 => Fault::Freeze { node, for_ms },
         5 => Fault::Slow { node, percent: [100, 300, 900][random.below(3) as usize] },
@@ -147,6 +167,12 @@ fn draw_fault(random: &mut Random, nodes: usize) -> Fault {
         12 => Fault::Cut { from: Some(node), to: None, both, for_ms },
         13 => Fault::Cut { from: None, to: Some(node), both, for_ms },
         14 => Fault::Isolate { node: Some(node), for_ms },
+        15..=16 => Fault::Cramp { node, for_ms: for_ms * 3 },
+        17 => Fault::Break { node, for_ms },
+        18..=20 => {
+            let for_ms = random.chance(70).then_some(for_ms * 2);
+            Fault::Damage { job, all: random.chance(50), for_ms }
+        }
         _ => Fault::Isolate { node: None, for_ms },
     }
 }

@@ -4,7 +4,7 @@
 //!
 //! - `faults`: what goes wrong when, and what healing is.
 //! - `world`: the queue of events, the processes, their clocks and the network between them.
-//! - `checks`: what must hold after every event.
+//! - `checks`: what must hold after every event; `ledger`: receipts, counted a second time.
 //! - `toy`, `engine`, `store`: training without arithmetic, in which a wrong step can be seen for good.
 //! - `disk`: a disk that tears what was not flushed.
 //! - `coverage`: how often each fault and each transition happened.
@@ -18,13 +18,20 @@
 //! 5. **One version.** All slices are at the same one when a plan starts, and at the one that the controller says.
 //! 6. **Nothing said that can be forgotten.** A controller that starts again knows all that it had told anyone.
 //! 7. **Nothing given up.** No job goes back to a checkpoint while every slice has a living holder.
-//! 8. **Progress.** Once faults stop, every job that is not cancelled is done within a bounded time.
+//! 8. **Progress.** Once faults stop, every job that is not cancelled is done within a bounded time, or rests as failed
+//!    because nothing that it was saved in can be read.
+//! 9. **Nothing begun anew.** A job that had a complete checkpoint never begins from nothing.
+//! 10. **Room is made.** What comes from storage does not meet old state that nobody needs.
+//! 11. **Every record fits.** The controller comes to no decision that its own log would not take.
+//! 12. **Every millisecond once.** The parts of each job's receipt add up to the time its workers had something of it, and
+//!     to what they cost meanwhile.
 
 mod checks;
 mod coverage;
 mod disk;
 mod engine;
 mod faults;
+mod ledger;
 mod random;
 mod store;
 mod toy;

@@ -75,6 +75,11 @@ pub fn share(plan: &Plan, worker: WorkerId, start: u64) -> Option<Samples> {
     Some((start + first * BATCH / count, start + (first + 1) * BATCH / count))
 }
 
+/// What a worker's own work in a step takes it.
+pub fn work_ms(plan: &Plan, pace_percent: u32) -> u64 {
+    WORK_MS * u64::from(pace_percent) / 100 / computing(plan).len().max(1) as u64
+}
+
 pub fn computing(plan: &Plan) -> &[WorkerId] {
     let idle = usize::from(plan.table == "last one holds state only");
     &plan.members[..plan.members.len() - idle]

@@ -6,10 +6,11 @@ mod trouble;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
-use shoal_control::controller::record::{Paced, Record};
-use shoal_control::controller::state::{Phase, Rest};
+use shoal_control::controller::record::{Change, Paced, Record};
+use shoal_control::controller::state::{Interval, Phase, Rest};
 use shoal_control::controller::{self, Action, Proposal};
-use shoal_control::message::{Epoch, JobId, Plan, ToController, ToWorker, WorkerId};
+use shoal_control::log::LogError;
+use shoal_control::message::{Epoch, JobId, Plan, Price, ToController, ToWorker, WorkerId};
 use shoal_control::worker::{self, EngineCommand, EngineEvent};
 use shoal_control::{Bug, Keeper, Settings, Worker};
 
@@ -70,6 +71,8 @@ pub enum Happening {
         back_ms: u64,
     },
     Fault(Fault),
+    /// Checkpoints that were away are there again.
+    Mend,
     Heal,
 }
 
@@ -91,6 +94,8 @@ pub struct Node {
     clock: Clock,
     pace_percent: u32,
     frozen_until_ms: u64,
+    cramped_until_ms: u64,
+    broken_until_ms: u64,
     /// Counts its processes.
     life: u64,
 }
@@ -133,7 +138,8 @@ pub struct World<'a> {
 
 impl<'a> World<'a> {
     pub fn new(seed: u64, bug: Option<Bug>, tell: Option<&'a mut dyn FnMut(&str)>) -> World<'a> {
-        let settings = Settings { quarantine_ms: 2_000, grace_ms: 1_200, ..Settings::default() };
+        let settings =
+            Settings { quarantine_ms: 2_000, grace_ms: 1_200, save_every_ms_min: 500, ..Settings::default() };
         let settings = settings.check().expect("the drill's settings fence");
         let mut random = Random::new(seed);
         let course = faults::draw(&mut random);
@@ -146,6 +152,8 @@ impl<'a> World<'a> {
             clock,
             pace_percent: 100,
             frozen_until_ms: 0,
+            cramped_until_ms: 0,
+            broken_until_ms: 0,
             life: 0,
         };
         let nodes = (0..course.nodes).map(|_| node(clock())).collect();
@@ -220,8 +228,11 @@ impl<'a> World<'a> {
 
     fn is_done(&self) -> bool {
         let Some(keeper) = &self.keeper else { return false };
-        let done = |phase: &Phase| matches!(phase, Phase::Resting(Rest::Done | Rest::Cancelled));
-        keeper.state().jobs.values().all(|job| done(&job.phase))
+        keeper.state().jobs.iter().all(|(id, job)| match &job.phase {
+            Phase::Resting(Rest::Done | Rest::Cancelled) => true,
+            Phase::Resting(Rest::Failed) => job.kept().iter().all(|kept| self.store.is_lost(*id, *kept)),
+            _ => false,
+        })
     }
 
     fn place(&mut self, at_ms: u64, happening: Happening) {
@@ -291,6 +302,7 @@ impl<'a> World<'a> {
                 }
             }
             Happening::Fault(fault) => self.fault(fault),
+            Happening::Mend => self.store.mend(),
             Happening::Heal => self.heal(),
         }
     }
@@ -338,6 +350,9 @@ impl<'a> World<'a> {
                 }
                 self.act(step);
             }
+            Err(error @ LogError::Undecided(_)) => {
+                self.wrong = Some(("every record fits", error.to_string()))
+            }
             Err(error) => {
                 self.say(|| format!("the controller dies: {error}"));
                 self.coverage.count("fault: controller killed while writing");
@@ -349,13 +364,21 @@ impl<'a> World<'a> {
     /// Takes the controller's actions.
     fn act(&mut self, step: controller::Step) {
         for record in &step.records {
-            let checkpoints = |job: JobId| {
-                let jobs = self.keeper.as_ref().map(|keeper| &keeper.state().jobs);
-                jobs.and_then(|jobs| jobs.get(&job)).is_some_and(|job| !job.checkpoints.is_empty())
-            };
-            let checkpoints = record.job().is_some_and(checkpoints);
-            self.coverage.record(record, checkpoints);
-            if let (Record::Restored { job }, Some(keeper)) = (record, &self.keeper) {
+            self.checks.ledger.record(record);
+            let jobs = self.keeper.as_ref().map(|keeper| &keeper.state().jobs);
+            let job = record.job().and_then(|job| jobs?.get(&job));
+            self.coverage.record(record, job.is_some_and(|job| !job.checkpoints.is_empty()));
+            if job.is_some_and(|job| !job.unreadable.is_empty()) {
+                self.coverage.count("save: passed over");
+            }
+            if matches!(record, Record::Job { change: Change::SaveBegun { .. }, .. })
+                && job.is_some_and(|job| job.spec.checkpoint_every == Interval::Auto)
+            {
+                self.coverage.count("save: interval chosen");
+            }
+            if let (Record::Job { job, change: Change::Restored { .. }, .. }, Some(keeper)) =
+                (record, &self.keeper)
+            {
                 self.wrong = self.wrong.take().or_else(|| self.checks.restored(*job, keeper.state()));
             }
             self.say(|| format!("{record:?}"));
@@ -431,7 +454,8 @@ impl<'a> World<'a> {
         }
         process.life += 1;
         process.frozen_until_ms = 0;
-        let mut worker = Worker::new(settings, &node.to_string(), "", seed_boot);
+        let price = Price(3_600 * (node as u64 + 1));
+        let mut worker = Worker::new(settings, &node.to_string(), "", seed_boot).priced(price);
         worker.plant(bug);
         process.worker = Some(worker);
         let life = process.life;
@@ -510,9 +534,12 @@ impl<'a> World<'a> {
         };
         let (may_run, life, pace_percent) =
             (process.may_run(self.now_ms), process.life, process.pace_percent);
+        let (cramped, broken) =
+            (process.cramped_until_ms > self.now_ms, process.broken_until_ms > self.now_ms);
         let engine = process.engines.entry(job).or_insert_with(|| JobEngine::new(job));
         let (bug, random, store) = (self.bug, &mut self.random, &mut self.store);
-        let mut around = Around { me, pace_percent, may_run, bug, random, store, out: Vec::new() };
+        let mut around =
+            Around { me, pace_percent, may_run, cramped, broken, bug, random, store, out: Vec::new() };
         call(engine, &mut around);
         let outs = around.out;
         if self.wrong.is_none() {
@@ -533,13 +560,16 @@ impl<'a> World<'a> {
                 }
                 Out::Event(event) => {
                     self.say(|| format!("worker {node}: {job:?} {event:?}"));
-                    if let EngineEvent::Moved { epoch, standing, .. } = event {
-                        self.checks.reached(job, epoch, standing.reaches());
+                    if let EngineEvent::Moved { epoch, standing, .. } = &event {
+                        self.checks.reached(job, *epoch, standing.reaches());
                     }
                     events.push(worker::Event::Engine { job, event });
                 }
                 Out::Begins { epoch, version } => {
                     self.wrong = self.wrong.take().or_else(|| self.checks.begins(job, epoch, version));
+                }
+                Out::InTheWay(sentence) => {
+                    self.wrong = self.wrong.take().or(Some(("room is made", sentence)))
                 }
                 Out::Wrong(sentence) => self.wrong = self.wrong.take().or(Some(("one version", sentence))),
             }

@@ -34,7 +34,9 @@ fn rules(bug: Bug) -> &'static [&'static str] {
         Bug::SettleAgain | Bug::OwnPosition => &["every sample once"],
         // Survivors without the gradient of a step that others have applied can only go back.
         Bug::GiveUp | Bug::UpdateEarly => &["nothing given up"],
-        Bug::ForgetPlanner => &["progress"],
+        Bug::RemoveUnreadable => &["no torn checkpoint"],
+        Bug::KeepOld => &["room is made"],
+        Bug::ForgetPlanner | Bug::ReadForever => &["progress"],
     }
 }
 

@@ -6,26 +6,41 @@ use std::collections::BTreeSet;
 
 use shoal_plan::{Closing, Standing, meet};
 
-use super::allocation::{Targets, available, targets};
+use super::allocation::{Share, Shares};
+use super::interval::save_every_steps;
 use super::payback::{changes_every_ms, weigh};
-use super::record::{Failure, Loss, Paced, Record, Why};
-use super::state::{Base, Job, Phase, Rest, Wish};
-use super::{Controller, Proposal, Work};
+use super::record::{Change, Failure, Loss, Paced, Record, Why};
+use super::state::{Base, Interval, Job, Phase, Rest, Wish};
+use super::{Controller, NOTICE_MS_MAX, Proposal, Scope, Work};
 use crate::bug::Bug;
-use crate::message::{Checkpoint, Epoch, JobId, Part, Plan, Progress, Save, Stage, Status, WorkerId};
+use crate::message::{
+    Checkpoint, Epoch, JobId, Obstacle, Part, Plan, Progress, Save, Saved, Spent, Stage, Status, WorkerId,
+};
 
 /// Times that peers may fail to reach a worker, without a step done between, before it gets no work for a while.
 const STRIKES_MAX: u32 = 2;
 
 impl Controller {
-    pub(super) fn next(&mut self, now_ms: u64) -> Option<Record> {
-        let of_members = self.dismiss(now_ms).or_else(|| self.quarantine(now_ms));
-        if of_members.is_some() {
-            return of_members;
+    pub(super) fn next(&mut self, now_ms: u64, scope: &Scope) -> Option<Record> {
+        if matches!(scope, Scope::All) {
+            let of_members = self.dismiss(now_ms).or_else(|| self.quarantine(now_ms));
+            if of_members.is_some() {
+                return of_members;
+            }
         }
-        let targets = self.targets.take().unwrap_or_else(|| targets(&self.state));
-        let of_jobs = self.state.jobs.iter().find_map(|(id, job)| self.next_of(now_ms, *id, job, &targets));
-        self.targets = Some(targets);
+        let shares = self.shares.take().unwrap_or_else(|| Shares::new(&self.state));
+        let next_of = |(id, job): (&JobId, &Job)| {
+            let change = self.next_of(now_ms, *id, job, shares.of(*id))?;
+            Some(Record::Job { job: *id, at_ms: now_ms, change })
+        };
+        let of_jobs = match scope {
+            Scope::All => self.state.jobs.iter().find_map(next_of),
+            Scope::Jobs(ids) => {
+                let told = ids.iter().filter_map(|id| self.state.jobs.get_key_value(id));
+                told.into_iter().find_map(next_of)
+            }
+        };
+        self.shares = Some(shares);
         of_jobs
     }
 
@@ -46,10 +61,12 @@ impl Controller {
         };
         let (worker, _) =
             self.seen.iter().find(|(worker, seen)| seen.strikes >= STRIKES_MAX && usable(worker))?;
-        let jobs = self.state.jobs.values().filter(|job| job.involved().contains(worker));
-        let least = jobs.map(|job| job.spec.workers_min).max()?;
-        let others = self.state.members.keys().filter(|worker| usable(worker)).count() - 1;
-        let until_ms = now_ms + self.settings.quarantine_ms;
+        // Those that have something on it, and those that may just have failed to.
+        let concerned =
+            |job: &&Job| matches!(job.phase, Phase::Planning { .. }) || job.involved().contains(worker);
+        let least = self.state.jobs.values().filter(concerned).map(|job| job.spec.workers_min).max()?;
+        let others = self.state.members.keys().filter(|other| *other != worker && usable(other)).count();
+        let until_ms = now_ms + self.settings.quarantine_ms.min(NOTICE_MS_MAX);
         (others >= least.max(1)).then_some(Record::Quarantined { worker: *worker, until_ms })
     }
 
@@ -61,32 +78,20 @@ impl Controller {
         {
             seen.strikes = 0;
         }
-        let job = record.job().and_then(|id| Some((id, self.state.jobs.get(&id)?)));
-        let Some((id, job)) = job else { return };
+        let Record::Job { job: id, change, .. } = record else { return };
+        let Some(job) = self.state.jobs.get(id) else { return };
         let members: Vec<WorkerId> = job.involved().into_iter().collect();
-        let culprit = |worker: &WorkerId| {
-            let status = self.seen.get(worker)?.jobs.get(&id)?;
-            match record {
-                Record::Decided { .. } => {
-                    status.part.filter(|part| Some(part.epoch) == base_epoch(job))?.culprit
-                }
-                Record::Abandoned { .. } => match status.next? {
-                    (epoch, Progress::Failed(culprit)) if epoch == job.epoch => culprit,
-                    _ => None,
-                },
-                _ => None,
-            }
-        };
-        match record {
-            Record::Committed { .. } => {
+        match change {
+            Change::Committed { .. } => {
                 for worker in members {
                     if let Some(seen) = self.seen.get_mut(&worker) {
                         seen.strikes = 0;
                     }
                 }
             }
-            Record::Decided { .. } | Record::Abandoned { .. } => {
-                let accused: Vec<WorkerId> = members.iter().filter_map(culprit).collect();
+            Change::Decided { .. } | Change::Abandoned { .. } => {
+                let accused = |worker: &WorkerId| self.accused(*id, job, *worker);
+                let accused: Vec<WorkerId> = members.iter().filter_map(accused).collect();
                 let votes = |worker: &WorkerId| accused.iter().filter(|other| *other == worker).count();
                 let worst = accused.iter().copied().max_by_key(|worker| (votes(worker), *worker));
                 if let Some(seen) = worst.and_then(|worker| self.seen.get_mut(&worker)) {
@@ -97,52 +102,86 @@ impl Controller {
         }
     }
 
-    fn next_of(&self, now_ms: u64, id: JobId, job: &Job, targets: &Targets) -> Option<Record> {
+    /// Whom a worker says that it waited for in vain, in the plan that ends or in the one that did not come; or itself.
+    fn accused(&self, id: JobId, job: &Job, worker: WorkerId) -> Option<WorkerId> {
+        if !matches!(job.phase, Phase::Moving { .. }) {
+            let part = self.status(worker, id)?.part?;
+            return part.culprit.filter(|_| Some(part.epoch) == base_epoch(job));
+        }
+        match self.obstacle(id, job, worker)? {
+            Obstacle::Peer(peer) => Some(*peer),
+            Obstacle::Worker(_) => Some(worker),
+            Obstacle::Source(_) | Obstacle::Room => None,
+        }
+    }
+
+    /// What keeps a worker from getting its state of the plan that is to come.
+    fn obstacle(&self, id: JobId, job: &Job, worker: WorkerId) -> Option<&Obstacle> {
+        match self.status(worker, id)?.next.as_ref()? {
+            (epoch, Progress::Failed(obstacle)) if *epoch == job.epoch => Some(obstacle),
+            _ => None,
+        }
+    }
+
+    fn next_of(&self, now_ms: u64, id: JobId, job: &Job, share: &Share) -> Option<Change> {
         match &job.phase {
             Phase::Resting(Rest::Done | Rest::Cancelled) => None,
-            Phase::Resting(rest) => self.leave_rest(id, job, *rest, targets),
-            Phase::Planning { next } => self.plan(id, job, next.as_ref(), targets),
-            Phase::Moving { plan, sources } => self.moving(id, job, plan, sources, targets),
-            Phase::Running => self.running(now_ms, id, job, targets),
+            Phase::Resting(rest) => self.leave_rest(job, *rest, share),
+            Phase::Planning { next } => self.plan(id, job, next.as_ref(), share),
+            Phase::Moving { plan, sources } => self.moving(id, job, plan, sources, share),
+            Phase::Running => self.running(now_ms, id, job, share),
             Phase::Stopping { after, .. } => self.stopping(now_ms, id, job, *after),
             Phase::Settling { step, .. } => self.settling(id, job, *step),
             Phase::Saving => self.saving(id, job),
         }
     }
 
-    fn leave_rest(&self, id: JobId, job: &Job, rest: Rest, targets: &Targets) -> Option<Record> {
+    fn leave_rest(&self, job: &Job, rest: Rest, share: &Share) -> Option<Change> {
         match (job.wish, rest) {
-            (Wish::Run, _) => self.ask(id, job, targets),
-            (Wish::Pause, Rest::Queued) => Some(Record::Rested { job: id, rest: Rest::Paused }),
+            (Wish::Run, _) if job.has_failed() => None,
+            (Wish::Run, _) => self.ask(job, share),
+            (Wish::Pause, Rest::Queued) => Some(Change::Rested { rest: Rest::Paused }),
             (Wish::Pause, _) => None,
-            (Wish::Cancel, _) => Some(Record::Rested { job: id, rest: Rest::Cancelled }),
+            (Wish::Cancel, _) => Some(Change::Rested { rest: Rest::Cancelled }),
         }
     }
 
     /// Asks the planner, unless it would be the same question again.
-    fn ask(&self, id: JobId, job: &Job, targets: &Targets) -> Option<Record> {
-        let workers = available(&self.state, targets, id);
-        let paced: Vec<Paced> =
-            workers.iter().map(|worker| (*worker, self.state.members[worker].pace_percent)).collect();
-        let enough = workers.len() >= job.spec.workers_min.max(1);
-        let same = job.asked.as_ref().or(job.weighed.as_ref()) == Some(&paced);
-        (enough && !same).then_some(Record::Asked { job: id, request: job.request + 1, workers: paced })
+    fn ask(&self, job: &Job, share: &Share) -> Option<Change> {
+        let pace = |worker: &WorkerId| Some((*worker, self.state.members.get(worker)?.pace_percent));
+        let paced: Vec<Paced> = share.available.iter().filter_map(pace).collect();
+        let enough = paced.len() >= job.spec.workers_min.max(1);
+        let same = match (&job.asked, &job.weighed) {
+            (Some(asked), _) => *asked == paced,
+            // The plan in force was not worse than any on these and others: fewer give no better one.
+            (None, Some(weighed)) if job.phase == Phase::Running => {
+                paced.iter().all(|paced| weighed.contains(paced))
+            }
+            (None, weighed) => weighed.as_ref() == Some(&paced),
+        };
+        (enough && !same).then_some(Change::Asked { request: job.request + 1, workers: paced })
     }
 
-    fn plan(&self, id: JobId, job: &Job, next: Option<&Plan>, targets: &Targets) -> Option<Record> {
+    fn plan(&self, id: JobId, job: &Job, next: Option<&Plan>, share: &Share) -> Option<Change> {
         if job.held().is_some_and(|plan| !self.covers(plan)) {
-            return Some(Record::Restored { job: id });
+            return Some(Change::Restored { spent: self.spent(id, job) });
         }
-        let workers = available(&self.state, targets, id);
+        if let Some(plan) = job.held().filter(|_| self.makes_room(job)) {
+            return match job.is_saved() {
+                true => Some(Change::Released),
+                false => self.begin_save(job, plan, job.committed),
+            };
+        }
+        let workers = &share.available;
         let enough = workers.len() >= job.spec.workers_min.max(1);
-        if job.wish == Wish::Run && !job.is_finished() && enough {
+        if job.wish == Wish::Run && !job.is_finished() && !job.has_failed() && enough {
             if let Some(plan) = next.filter(|plan| plan.members.iter().all(|member| workers.contains(member)))
             {
-                return Some(self.begin_move(id, job, plan.clone()));
+                return Some(self.begin_move(job, plan.clone()));
             }
             // One that waits gives its workers back: others may be waiting for them.
             let refused = job.asked.is_none() && job.weighed.is_some();
-            let question = self.ask(id, job, targets);
+            let question = self.ask(job, share);
             if question.is_some() || !refused {
                 return question;
             }
@@ -150,21 +189,27 @@ impl Controller {
         let rest = job.rest();
         match job.held() {
             Some(plan) if !job.is_saved() && rest != Rest::Cancelled => {
-                self.begin_save(id, job, plan, job.committed)
+                self.begin_save(job, plan, job.committed)
             }
-            _ => Some(Record::Rested { job: id, rest }),
+            _ => Some(Change::Rested { rest }),
         }
     }
 
-    fn begin_move(&self, id: JobId, job: &Job, plan: Plan) -> Record {
+    fn begin_move(&self, job: &Job, plan: Plan) -> Change {
         let sources = job.held().map(|held| self.state.alive(held)).unwrap_or_default();
-        Record::Moving { job: id, epoch: Epoch(job.epoch.0 + 1), plan, sources }
+        Change::Moving { epoch: Epoch(job.epoch.0 + 1), plan, sources }
     }
 
-    fn begin_save(&self, id: JobId, job: &Job, plan: &Plan, step: u64) -> Option<Record> {
+    /// Whether its state is to be in a checkpoint alone for a while, because it could not be moved otherwise.
+    fn makes_room(&self, job: &Job) -> bool {
+        job.cramped && job.wish == Wish::Run && !job.is_finished()
+    }
+
+    fn begin_save(&self, job: &Job, plan: &Plan, step: u64) -> Option<Change> {
         let writers = self.state.writers(plan)?;
         let checkpoint = Checkpoint { id: job.checkpoint + 1, step };
-        Some(Record::SaveBegun { job: id, save: Save { checkpoint, writers } })
+        let every_steps = self.save_every_steps(job);
+        Some(Change::SaveBegun { save: Save { checkpoint, writers }, every_steps })
     }
 
     /// The planner has answered.
@@ -179,15 +224,19 @@ impl Controller {
         let Some(job) = self.state.jobs.get(&id) else { return };
         let Some(asked) = job.asked.as_ref().filter(|_| job.request == request) else { return };
         let known = |member: &WorkerId| asked.iter().any(|(worker, _)| worker == member);
-        let record = match answer {
-            Err(reason) => Record::Refused { job: id, reason },
+        let change = match answer {
+            Err(reason) => Change::Refused { reason },
             Ok(Proposal { plan, .. }) if !plan.members.iter().all(known) => {
-                Record::Refused { job: id, reason: "the plan has workers that were not asked for".to_owned() }
+                Change::Refused { reason: "the plan has workers that were not asked for".to_owned() }
+            }
+            Ok(Proposal { plan, .. }) if plan.check().is_err() => {
+                let reason = plan.check().err().map(|error| error.to_string()).unwrap_or_default();
+                Change::Refused { reason }
             }
             Ok(Proposal { plan, move_ms }) => match &job.phase {
                 Phase::Planning { .. } => {
-                    let targets = targets(&self.state);
-                    let workers = available(&self.state, &targets, id);
+                    let shares = Shares::new(&self.state);
+                    let workers = &shares.of(id).available;
                     let held = job.held().is_none_or(|plan| self.covers(plan));
                     if !held
                         || job.wish != Wish::Run
@@ -195,23 +244,23 @@ impl Controller {
                     {
                         return;
                     }
-                    self.begin_move(id, job, plan)
+                    self.begin_move(job, plan)
                 }
                 Phase::Running => {
                     let changes_ms = changes_every_ms(&self.state.changes, &self.settings);
                     let Some(weighing) = weigh(job, plan.step_ms, move_ms, changes_ms) else { return };
                     match weighing.pays() {
-                        false => Record::Declined { job: id, weighing },
+                        false => Change::Declined { weighing },
                         true => {
                             let after = Some(job.committed + 1);
-                            Record::Stopping { job: id, after, why: Why::Pays, next: Some(plan) }
+                            Change::Stopping { after, why: Why::Pays, next: Some(plan) }
                         }
                     }
                 }
                 _ => return,
             },
         };
-        self.note(now_ms, record, work);
+        self.note(now_ms, Record::Job { job: id, at_ms: now_ms, change }, work);
     }
 
     fn moving(
@@ -220,41 +269,36 @@ impl Controller {
         job: &Job,
         plan: &Plan,
         sources: &[WorkerId],
-        targets: &Targets,
-    ) -> Option<Record> {
-        let abandon = |why| Some(Record::Abandoned { job: id, why });
+        share: &Share,
+    ) -> Option<Change> {
+        let abandon = |why| Some(Change::Abandoned { why });
         if job.wish != Wish::Run {
             return abandon(Failure::Wished);
         }
-        let target = targets.get(&id);
-        let usable = |worker: &WorkerId| target.is_some_and(|target| target.contains(worker));
+        let usable = |worker: &WorkerId| share.target.contains(worker);
         if !plan.members.iter().all(usable) || !sources.iter().all(|source| self.state.is_alive(*source)) {
             return abandon(Failure::Member);
         }
-        let progress = |worker: &WorkerId| match self.status(*worker, id)?.next? {
-            (epoch, progress) if epoch == job.epoch => Some(progress),
-            _ => None,
-        };
-        if plan.members.iter().any(|worker| matches!(progress(worker), Some(Progress::Failed(_)))) {
-            return abandon(Failure::Transfer);
+        let obstacles = plan.members.iter().filter_map(|worker| self.obstacle(id, job, *worker));
+        if let Some(failure) = worst(obstacles) {
+            let forgets = self.bug == Some(Bug::ReadForever) && matches!(failure, Failure::Source(_));
+            return abandon(if forgets { Failure::Transfer } else { failure });
         }
-        let mut members = self.all_but_last(&plan.members, Bug::StartUnready);
-        members.all(|worker| progress(worker) == Some(Progress::Ready)).then_some(Record::Started { job: id })
+        let ready = |worker: &WorkerId| {
+            let next = self.status(*worker, id).and_then(|status| status.next.as_ref());
+            next.is_some_and(|(epoch, progress)| *epoch == job.epoch && *progress == Progress::Ready)
+        };
+        self.all_but_last(&plan.members, Bug::StartUnready).all(ready).then_some(Change::Started)
     }
 
-    fn running(&self, now_ms: u64, id: JobId, job: &Job, targets: &Targets) -> Option<Record> {
+    fn running(&self, now_ms: u64, id: JobId, job: &Job, share: &Share) -> Option<Change> {
         let plan = job.held()?;
         if let Some((step, closing)) = self.progress(id, job, plan) {
-            return Some(Record::Committed { job: id, step, closing });
+            return Some(Change::Committed { step, closing });
         }
-        let stop = |after, why| Some(Record::Stopping { job: id, after, why, next: None });
-        let target = targets.get(&id);
-        let taken: Vec<WorkerId> = plan
-            .members
-            .iter()
-            .copied()
-            .filter(|worker| !target.is_some_and(|t| t.contains(worker)))
-            .collect();
+        let stop = |after, why| Some(Change::Stopping { after, why, next: None });
+        let taken: Vec<WorkerId> =
+            plan.members.iter().copied().filter(|worker| !share.target.contains(worker)).collect();
         if !plan.members.iter().all(|worker| self.state.is_alive(*worker)) {
             return stop(None, Why::Lost);
         }
@@ -272,42 +316,55 @@ impl Controller {
         }
         if !taken.is_empty() {
             // Short notices leave no time for the end of a step.
-            let by_ms = taken.iter().filter_map(|worker| self.state.members[worker].leaves_by_ms).min();
+            let leaves_by_ms = |worker: &WorkerId| self.state.members.get(worker)?.leaves_by_ms;
+            let by_ms = taken.iter().filter_map(leaves_by_ms).min();
             let in_time = by_ms.is_none_or(|by| by > now_ms + 2 * plan.step_ms);
             return stop(end.filter(|_| in_time), Why::Taken);
         }
-        self.save_running(id, job, plan).or_else(|| self.ask(id, job, targets))
+        self.save_running(id, job, plan).or_else(|| self.ask(job, share))
     }
 
     /// Begins a checkpoint when one is due, and ends it.
-    fn save_running(&self, id: JobId, job: &Job, plan: &Plan) -> Option<Record> {
+    fn save_running(&self, id: JobId, job: &Job, plan: &Plan) -> Option<Change> {
         if let Some(save) = &job.saving {
-            return self.end_save(id, save);
+            return self.end_save(id, job, save);
         }
-        let last = job.saved_step();
-        let step = job.committed + self.settings.save_ahead_steps;
-        let due = job.committed >= last + job.spec.checkpoint_every_steps && step < job.spec.steps;
-        if due { self.begin_save(id, job, plan, step) } else { None }
+        let step = job.committed.saturating_add(self.settings.save_ahead_steps);
+        let due_step = job.saved_step().saturating_add(self.save_every_steps(job));
+        let due = job.committed >= due_step && step < job.spec.steps;
+        if due { self.begin_save(job, plan, step) } else { None }
+    }
+
+    fn save_every_steps(&self, job: &Job) -> u64 {
+        match job.spec.checkpoint_every {
+            Interval::Steps(steps) => steps,
+            Interval::Auto => save_every_steps(job, &self.state, &self.settings, self.now_ms),
+        }
     }
 
     /// Complete when every writer has its part on the disk; dropped if one came too late for it or died.
-    fn end_save(&self, id: JobId, save: &Save) -> Option<Record> {
-        let saved = |worker: &WorkerId| match self.status(*worker, id)?.saved? {
-            (checkpoint, done) if checkpoint == save.checkpoint.id => Some(done),
-            _ => None,
+    fn end_save(&self, id: JobId, job: &Job, save: &Save) -> Option<Change> {
+        let saved = |worker: &WorkerId| {
+            let saved = self.status(*worker, id)?.saved?;
+            (saved.id == save.checkpoint.id).then_some(saved)
         };
-        let failed = |worker: &WorkerId| !self.state.is_alive(*worker) || saved(worker) == Some(false);
-        if save.writers.iter().any(failed) {
-            return Some(Record::SaveDropped { job: id });
+        let too_late = |worker: &WorkerId| saved(worker).is_some_and(|saved| !saved.done);
+        if save.writers.iter().any(|worker| !self.state.is_alive(*worker) || too_late(worker)) {
+            return Some(Change::SaveDropped);
         }
-        let mut writers = self.all_but_last(&save.writers, Bug::PartMissing);
-        writers.all(|worker| saved(worker) == Some(true)).then_some(Record::SaveCompleted { job: id })
+        if save.checkpoint.step > job.committed {
+            return None;
+        }
+        let writers = self.all_but_last(&save.writers, Bug::PartMissing);
+        let done: Option<Vec<Saved>> = writers.map(saved).collect();
+        let cost_ms = done?.iter().map(|saved| saved.cost_ms).max().unwrap_or(0);
+        Some(Change::SaveCompleted { cost_ms: cost_ms.min(NOTICE_MS_MAX) })
     }
 
-    fn stopping(&self, now_ms: u64, id: JobId, job: &Job, after: Option<u64>) -> Option<Record> {
+    fn stopping(&self, now_ms: u64, id: JobId, job: &Job, after: Option<u64>) -> Option<Change> {
         let plan = job.held()?;
         if let Some((step, closing)) = self.progress(id, job, plan) {
-            return Some(Record::Committed { job: id, step, closing });
+            return Some(Change::Committed { step, closing });
         }
         let parts: Vec<(WorkerId, Option<Part>)> = self.parts(id, job, plan).collect();
         let stopped = |part: &Option<Part>| part.filter(|part| part.stage == Stage::Stopped);
@@ -321,23 +378,25 @@ impl Controller {
                 parts.iter().any(|(_, part)| stopped(part).is_some_and(|part| part.culprit.is_some()));
             let since_ms = self.stopping_ms.get(&id).copied().unwrap_or(0);
             let late = now_ms >= since_ms + self.settings.grace_ms;
-            return (after.is_some() && (lost || stalled || late)).then_some(Record::Hurried { job: id });
+            return (after.is_some() && (lost || stalled || late)).then_some(Change::Hurried);
         };
         if self.bug == Some(Bug::GoBack) {
             let step =
                 standings.iter().map(|(_, standing)| standing.step).min().unwrap_or(0).max(job.committed);
-            return Some(Record::Decided { job: id, step, closing: None });
+            return Some(Change::Decided { step, closing: None, spent: Spent::default() });
         }
         match meet(job.committed, job.closing, &standings) {
-            Ok((step, closing)) if self.covers(plan) => Some(Record::Decided { job: id, step, closing }),
-            _ => Some(Record::Restored { job: id }),
+            Ok((step, closing)) if self.covers(plan) => {
+                Some(Change::Decided { step, closing, spent: self.spent(id, job) })
+            }
+            _ => Some(Change::Restored { spent: self.spent(id, job) }),
         }
     }
 
-    fn settling(&self, id: JobId, job: &Job, step: u64) -> Option<Record> {
+    fn settling(&self, id: JobId, job: &Job, step: u64) -> Option<Change> {
         let plan = job.held()?;
         if !self.covers(plan) {
-            return Some(Record::Restored { job: id });
+            return Some(Change::Restored { spent: self.spent(id, job) });
         }
         let there = |part: Option<Part>| {
             part.is_some_and(|part| {
@@ -345,21 +404,32 @@ impl Controller {
             })
         };
         let all = self.parts(id, job, plan).all(|(_, part)| there(part) || self.bug == Some(Bug::GoBack));
-        all.then_some(Record::Settled { job: id })
+        all.then_some(Change::Settled)
     }
 
-    fn saving(&self, id: JobId, job: &Job) -> Option<Record> {
+    fn saving(&self, id: JobId, job: &Job) -> Option<Change> {
         let plan = job.held()?;
         if !self.covers(plan) {
-            return Some(Record::Restored { job: id });
+            return Some(Change::Restored { spent: self.spent(id, job) });
         }
         if let Some(save) = &job.saving {
-            return self.end_save(id, save);
+            return self.end_save(id, job, save);
         }
         if !job.is_saved() {
-            return self.begin_save(id, job, plan, job.committed);
+            return self.begin_save(job, plan, job.committed);
         }
-        Some(Record::Rested { job: id, rest: job.rest() })
+        match self.makes_room(job) {
+            true => Some(Change::Released),
+            false => Some(Change::Rested { rest: job.rest() }),
+        }
+    }
+
+    /// Where the time of the workers of the plan in force went, as far as they have said.
+    pub(super) fn spent(&self, id: JobId, job: &Job) -> Spent {
+        let mut spent = self.departed.get(&id).copied().unwrap_or_default();
+        let parts = job.held().into_iter().flat_map(|plan| self.parts(id, job, plan));
+        parts.filter_map(|(_, part)| part).for_each(|part| spent.add(&part.spent));
+        spent
     }
 
     /// How far the plan in force has come beyond what is committed.
@@ -408,4 +478,26 @@ fn base_epoch(job: &Job) -> Option<Epoch> {
         Base::Held { epoch, .. } => Some(*epoch),
         _ => None,
     }
+}
+
+/// Of what keeps workers from getting their state, what matters most: no other worker helps where nothing can be read.
+fn worst<'a>(obstacles: impl Iterator<Item = &'a Obstacle>) -> Option<Failure> {
+    let rank = |obstacle: &&Obstacle| match obstacle {
+        Obstacle::Peer(_) => 0,
+        Obstacle::Worker(_) => 1,
+        Obstacle::Room => 2,
+        Obstacle::Source(_) => 3,
+    };
+    Some(match obstacles.max_by_key(rank)? {
+        Obstacle::Peer(_) => Failure::Transfer,
+        Obstacle::Worker(reason) => Failure::Worker(brief(reason)),
+        Obstacle::Room => Failure::Room,
+        Obstacle::Source(reason) => Failure::Source(brief(reason)),
+    })
+}
+
+/// What a worker says is written down, but not without end.
+fn brief(sentence: &str) -> String {
+    const CHARACTERS_MAX: usize = 400;
+    sentence.chars().take(CHARACTERS_MAX).collect()
 }

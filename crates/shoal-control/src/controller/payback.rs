@@ -11,7 +11,7 @@ pub fn changes_every_ms(changes: &Changes, settings: &Settings) -> u64 {
     if changes.count < FEW {
         return settings.changes_every_ms;
     }
-    (changes.last_ms - changes.first_ms) / (changes.count - 1)
+    changes.last_ms.saturating_sub(changes.first_ms) / (changes.count - 1)
 }
 
 pub fn weigh(job: &Job, step_ms_after: u64, move_ms: u64, changes_ms: u64) -> Option<Weighing> {
@@ -44,7 +44,7 @@ mod tests {
     #[test]
     fn changes_are_expected_as_often_as_they_were_seen() {
         let settings = Settings::default();
-        let seen = Changes { count: 5, first_ms: 1_000, last_ms: 9_000 };
+        let seen = Changes { count: 5, first_ms: 1_000, last_ms: 9_000, losses: 0 };
         assert_eq!(changes_every_ms(&seen, &settings), 2_000);
         assert_eq!(changes_every_ms(&Changes { count: 3, ..seen }, &settings), settings.changes_every_ms);
     }

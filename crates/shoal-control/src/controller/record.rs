@@ -1,10 +1,11 @@
-//! What the controller has learnt and decided, one record each. The state is what follows from them, in their order.
+//! What the controller has learnt and decided, one record each. The state is what follows from them, in their order. Those
+//! about a job that there is are a [`Change`] of it; what may follow what says `fit`.
 
 use serde::{Deserialize, Serialize};
 use shoal_plan::Closing;
 
 use super::state::{JobSpec, Rest, Wish};
-use crate::message::{Epoch, JobId, Plan, Save, WorkerId};
+use crate::message::{Epoch, JobId, Plan, Price, Save, Spent, WorkerId};
 
 /// A worker and what its steps take, in percent of what was predicted: what planners are given.
 pub type Paced = (WorkerId, u32);
@@ -39,13 +40,19 @@ pub enum Why {
 }
 
 /// Why a plan whose state was being moved did not come into force.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Failure {
     /// A worker that was to run it, or that had state for it, is no longer to be had.
     Member,
-    /// A worker could not get its state.
+    /// A worker could not get its state from another.
     Transfer,
+    /// What the state was to be made from cannot be read.
+    Source(String),
+    /// A worker has no room for the new state beside the old.
+    Room,
+    /// A worker could not get its state for a reason of its own.
+    Worker(String),
     Wished,
 }
 
@@ -68,6 +75,7 @@ pub enum Record {
         name: String,
         boot: u64,
         about: String,
+        price: Price,
         at_ms: u64,
     },
     Lost {
@@ -91,89 +99,87 @@ pub enum Record {
     Cleared {
         worker: WorkerId,
     },
-
     Submitted {
         job: JobId,
+        at_ms: u64,
         spec: JobSpec,
     },
-    Wished {
+    Job {
         job: JobId,
+        at_ms: u64,
+        change: Change,
+    },
+}
+
+/// Of one job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Change {
+    Wished {
         wish: Wish,
     },
     /// The planner is asked for the best plan on these workers.
     Asked {
-        job: JobId,
         request: u64,
         workers: Vec<Paced>,
     },
     /// There is no plan on them.
     Refused {
-        job: JobId,
         reason: String,
     },
     /// There is one, but the one in force stays.
     Declined {
-        job: JobId,
         weighing: Weighing,
     },
     /// State moves to where a new plan needs it. `sources` are those who have it.
     Moving {
-        job: JobId,
         epoch: Epoch,
         plan: Plan,
         sources: Vec<WorkerId>,
     },
     Abandoned {
-        job: JobId,
         why: Failure,
     },
     /// Everyone has its state: the plan is in force.
-    Started {
-        job: JobId,
-    },
+    Started,
     /// Slices can all be brought to this step, come what may while a holder of each lives.
     Committed {
-        job: JobId,
         step: u64,
         closing: Option<Closing>,
     },
     /// The plan in force ends after a step, or at once.
     Stopping {
-        job: JobId,
         after: Option<u64>,
         why: Why,
         next: Option<Plan>,
     },
-    Hurried {
-        job: JobId,
-    },
-    /// Everyone has stopped, and all go on from this step.
+    Hurried,
+    /// Everyone has stopped, and all go on from this step. `spent` is where the time of all of them went.
     Decided {
-        job: JobId,
         step: u64,
         closing: Option<Closing>,
+        spent: Spent,
     },
     /// Everyone is at that step.
-    Settled {
-        job: JobId,
-    },
-    /// Some slices are lost: all go back to the last complete checkpoint, or to the beginning.
+    Settled,
+    /// Some slices are lost: all go back to the last complete checkpoint, or to the beginning if there never was one.
     Restored {
-        job: JobId,
+        spent: Spent,
     },
     SaveBegun {
-        job: JobId,
         save: Save,
+        /// The steps between two, as they were last chosen.
+        every_steps: u64,
     },
-    SaveDropped {
-        job: JobId,
-    },
+    SaveDropped,
+    /// `cost_ms` is how long it held training up, where it did so longest.
     SaveCompleted {
-        job: JobId,
+        cost_ms: u64,
     },
+    /// Its state is in a checkpoint, and its workers let go of it: there was no room to move it.
+    Released,
     /// Nobody has anything of it; what it will go on from is its last checkpoint.
     Rested {
-        job: JobId,
         rest: Rest,
     },
 }
@@ -182,30 +188,23 @@ impl Record {
     /// The job that it is about.
     pub fn job(&self) -> Option<JobId> {
         match self {
-            Record::Joined { .. }
-            | Record::Lost { .. }
-            | Record::Leaving { .. }
-            | Record::Paced { .. }
-            | Record::Quarantined { .. }
-            | Record::Cleared { .. } => None,
-            Record::Submitted { job, .. }
-            | Record::Wished { job, .. }
-            | Record::Asked { job, .. }
-            | Record::Refused { job, .. }
-            | Record::Declined { job, .. }
-            | Record::Moving { job, .. }
-            | Record::Abandoned { job, .. }
-            | Record::Started { job }
-            | Record::Committed { job, .. }
-            | Record::Stopping { job, .. }
-            | Record::Hurried { job }
-            | Record::Decided { job, .. }
-            | Record::Settled { job }
-            | Record::Restored { job }
-            | Record::SaveBegun { job, .. }
-            | Record::SaveDropped { job }
-            | Record::SaveCompleted { job }
-            | Record::Rested { job, .. } => Some(*job),
+            Record::Submitted { job, .. } | Record::Job { job, .. } => Some(*job),
+            _ => None,
         }
+    }
+}
+
+impl Change {
+    /// Whether workers get something of the job by it, or let go of it.
+    pub(super) fn moves_state(&self) -> bool {
+        matches!(
+            self,
+            Change::Moving { .. }
+                | Change::Abandoned { .. }
+                | Change::Started
+                | Change::Restored { .. }
+                | Change::Released
+                | Change::Rested { .. }
+        )
     }
 }

@@ -1,12 +1,12 @@
 //! What faults do to the world, and how it heals.
 
-use shoal_control::controller::state::Wish;
+use shoal_control::controller::state::{Job, Wish};
 use shoal_control::message::JobId;
 use shoal_control::{Keeper, controller, worker};
 
 use super::{Happening, World};
 use crate::disk::TornDisk;
-use crate::faults::{Fault, Weather};
+use crate::faults::{FAULTS_END_MS, Fault, Weather};
 
 impl World<'_> {
     pub(super) fn fault(&mut self, fault: Fault) {
@@ -74,8 +74,36 @@ impl World<'_> {
                     self.cuts.insert((other, node), until_ms);
                 }
             }
+            Fault::Cramp { node, for_ms } => {
+                self.coverage.count("fault: worker without room");
+                self.nodes[node].cramped_until_ms = until_ms(for_ms);
+            }
+            Fault::Break { node, for_ms } => {
+                self.coverage.count("fault: worker where nothing works");
+                self.nodes[node].broken_until_ms = until_ms(for_ms);
+            }
+            Fault::Damage { job, all, for_ms } => self.damage(job, all, for_ms),
             Fault::Submit { job, spec } => self.ask_controller(controller::Event::Submit { job, spec }),
             Fault::Wish { job, wish } => self.ask_controller(controller::Event::Wish { job, wish }),
+        }
+    }
+
+    fn damage(&mut self, job: JobId, all: bool, for_ms: Option<u64>) {
+        let jobs = self.keeper.as_ref().map(|keeper| &keeper.state().jobs);
+        let Some(state) = jobs.and_then(|jobs| jobs.get(&job)) else { return };
+        let count = if all { usize::MAX } else { 1 };
+        let ids: Vec<u64> =
+            state.checkpoints.iter().rev().take(count).map(|checkpoint| checkpoint.id).collect();
+        if ids.is_empty() {
+            return;
+        }
+        self.coverage.count(match for_ms {
+            Some(_) => "fault: checkpoints away",
+            None => "fault: checkpoints damaged",
+        });
+        ids.into_iter().for_each(|id| self.store.damage(job, id, for_ms.is_none()));
+        if let Some(for_ms) = for_ms {
+            self.place(self.now_ms + for_ms, Happening::Mend);
         }
     }
 
@@ -88,7 +116,10 @@ impl World<'_> {
             controller::Event::Submit { job, .. } => keeper.state().jobs.contains_key(job),
             controller::Event::Wish { job, wish } => {
                 let job = keeper.state().jobs.get(job);
-                job.is_some_and(|job| !job.is_open() || job.wish == *wish || job.wish == Wish::Cancel)
+                let heard = |job: &Job| job.wish == *wish && !job.has_failed() || job.wish == Wish::Cancel;
+                // Long after the last fault there is no such job.
+                let never = self.now_ms > FAULTS_END_MS;
+                job.map_or(never, |job| !job.is_open() || heard(job))
             }
             _ => true,
         };
@@ -110,6 +141,7 @@ impl World<'_> {
         self.cuts.clear();
         self.weather = Weather { lost: 0, doubled: 0, late: 0 };
         self.controller_frozen_until_ms = 0;
+        self.store.mend();
         if let Some(keeper) = &mut self.keeper {
             keeper.disk_mut().fuse = None;
         }
@@ -117,14 +149,12 @@ impl World<'_> {
         for node in 0..self.nodes.len() {
             self.nodes[node].frozen_until_ms = 0;
             self.nodes[node].pace_percent = 100;
+            (self.nodes[node].cramped_until_ms, self.nodes[node].broken_until_ms) = (0, 0);
             self.place(self.now_ms + 1, Happening::Start { party: Some(node) });
         }
         for job in [JobId(1), JobId(2)] {
-            let wished = self.keeper.as_ref().is_some_and(|keeper| keeper.state().jobs.contains_key(&job));
-            if wished || job == JobId(1) {
-                let fault = Fault::Wish { job, wish: Wish::Run };
-                self.place(self.now_ms + 3_100, Happening::Fault(fault));
-            }
+            let fault = Fault::Wish { job, wish: Wish::Run };
+            self.place(self.now_ms + 3_100, Happening::Fault(fault));
         }
     }
 }
