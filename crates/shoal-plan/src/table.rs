@@ -2,7 +2,7 @@
 //! of its activations) and one row per tensor (who holds its compute copy, its gradient sum and its
 //! optimizer slices). A tied tensor has one row, whichever layers use it.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
 use std::ops::Range;
 
@@ -169,6 +169,20 @@ pub struct TensorRow {
     pub optimizer: Vec<Held>,
 }
 
+impl TensorRow {
+    /// Each slice of the optimizer's column once, with the devices that serve its holders, in the table's order.
+    pub fn slices(&self) -> BTreeMap<Slice, Vec<usize>> {
+        let mut slices: BTreeMap<Slice, Vec<usize>> = BTreeMap::new();
+        for held in &self.optimizer {
+            let devices = slices.entry(held.slice).or_default();
+            if !devices.contains(&held.holder.device()) {
+                devices.push(held.holder.device());
+            }
+        }
+        slices
+    }
+}
+
 /// In which order a device works through its share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -246,6 +260,13 @@ impl Plan {
         let mut plan = self.clone();
         plan.devices.iter_mut().for_each(|device| device.budget_bytes = 0);
         short_hash(serde_json::to_string(&plan).unwrap_or_default().as_bytes())
+    }
+
+    /// Who holds the same slices of state, replicas and mirrors: the holders of each slice once, by device, the first in the
+    /// table first. Slices belong to the same entry if they have the same holders in the same order.
+    pub fn holders(&self) -> Vec<Vec<usize>> {
+        let sets = self.tensors.iter().flat_map(|row| row.slices().into_values());
+        sets.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     /// The same table for a batch of fewer samples: the first ones.
