@@ -96,7 +96,7 @@ fn one(folder: &Path, name: &str, batch: usize, shape: &str) -> Result<f64, Stri
     let run = format!("checkpoint.to=runs/{}-{shape}", name.replace(' ', "-"));
     let batch = format!("train.global_batch={batch}");
     let output = Command::new(root().join("target/release/shoal"))
-        .args(["lab", "fleet.toml", "job.toml", "--paced", "--json", "--shape", shape])
+        .args(["lab", "fleet.toml", "job.toml", "--paced", "--json", "--shape", shape, "--survive", "0"])
         .args(["--set", &run, "--set", &batch])
         .current_dir(folder)
         .output()

@@ -226,8 +226,8 @@ pub fn bench() -> Result<(), String> {
     for (name, text) in files {
         fs::write(folder.join(name), text).map_err(said)?;
     }
-    let plan = ["plan", "job.toml", "--fleet", "two.toml", "--shape", "pipeline", "--table", "pipeline.json"];
-    shoal(&folder, &plan)?;
+    let plan = ["plan", "job.toml", "--fleet", "two.toml", "--shape", "pipeline", "--survive", "0"];
+    shoal(&folder, &[&plan[..], &["--table", "pipeline.json"]].concat())?;
     let pipeline = fs::read_to_string(folder.join("pipeline.json")).map_err(said)?;
     let parallel =
         data_parallel_table(&pipeline).ok_or("pipeline.json is no table as `shoal plan` writes it")?;

@@ -167,6 +167,18 @@ impl Costs {
         Costs { layers, kind_of, kinds, host_bytes_per_second }
     }
 
+    /// One device takes so many times what it did: it is of another kind then.
+    pub(crate) fn stretch(&mut self, device: usize, kind: &str, times: f64) {
+        let known = self.kinds.iter().position(|known| known.kind == kind);
+        self.kind_of[device] = known.unwrap_or_else(|| {
+            let mut stretched = self.kind(device).clone();
+            kind.clone_into(&mut stretched.kind);
+            stretched.stretch(times);
+            self.kinds.push(stretched);
+            self.kinds.len() - 1
+        });
+    }
+
     fn kind(&self, device: usize) -> &KindCosts {
         &self.kinds[self.kind_of[device]]
     }
@@ -254,10 +266,14 @@ impl KindCosts {
     /// What a share of the device takes.
     fn share(mut self, kind: &str, percent: u32) -> KindCosts {
         let rate = catalogue::share_rate(percent);
-        self.curves = self.curves.iter().map(|known| Seconds::new(&known.curve.slowed(1.0 / rate))).collect();
-        self.update_seconds_per_parameter /= rate;
+        self.stretch(1.0 / rate);
         self.scaled = Some((std::mem::replace(&mut self.kind, kind.to_owned()), rate));
         self
+    }
+
+    fn stretch(&mut self, times: f64) {
+        self.curves = self.curves.iter().map(|known| Seconds::new(&known.curve.slowed(times))).collect();
+        self.update_seconds_per_parameter *= times;
     }
 
     /// Where the curve stands among those worked out.

@@ -8,6 +8,7 @@
 //! - [`profile`]: what was measured, as profile.json; [`curve`] is seconds by the number of samples.
 //! - [`estimate`]: a profile by arithmetic, for a kind that was never measured.
 //! - [`costs`]: seconds of every layer on every device.
+//! - [`pace`]: devices that are slower than their kind.
 
 pub mod catalogue;
 pub mod costs;
@@ -16,6 +17,7 @@ mod error;
 pub mod estimate;
 pub mod fleet;
 pub mod link;
+pub mod pace;
 pub mod profile;
 pub mod trace;
 mod units;

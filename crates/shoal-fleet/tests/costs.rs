@@ -1,7 +1,9 @@
 //! What layers cost on the devices of a fleet: measured where something was measured, estimated elsewhere.
 
 use proptest::prelude::*;
-use shoal_fleet::{Costs, Error, Fleet, KindTable, LayerTable, Profile, TimeCurve, catalogue, estimate};
+use shoal_fleet::{
+    Costs, Error, Fleet, KindTable, LayerTable, Profile, TimeCurve, catalogue, estimate, pace,
+};
 use shoal_model::{Chain, Model, Precision};
 
 fn chain(model: &str) -> Chain {
@@ -179,4 +181,19 @@ fn a_share_costs_what_was_measured_of_it_or_its_part_of_the_whole() {
     assert!(step_seconds(&chain, &measured, 1, 8) < quarter, "an A100 is faster than a quarter of an H200");
     assert!(measured.scaled("25 % of H200").is_none() && !measured.estimated("25 % of H200"));
     assert_eq!(step_seconds(&chain, &measured, 2, 8), half);
+}
+
+#[test]
+fn a_slow_device_takes_longer_and_is_like_no_other() {
+    let (chain, fleet) = (chain("gpt2-124m"), fleet(&["V100", "V100", "V100", "T4"]));
+    let costs = Costs::new(&chain, &fleet, None, Precision::Fp16, 1024).unwrap();
+    let (slow_fleet, slow) = pace::paced(&fleet, &costs, &[100, 300, 300, 50]);
+    for (device, times) in [(0, 1.0), (1, 3.0), (2, 3.0), (3, 0.5)] {
+        let (before, after) =
+            (step_seconds(&chain, &costs, device, 4), step_seconds(&chain, &slow, device, 4));
+        assert!((after / before - times).abs() < 1e-6, "device {device}: {before} s, then {after} s");
+    }
+    assert_eq!(slow_fleet.kinds(), ["V100-16", "V100-16 at 300 %", "T4 at 50 %"]);
+    let (same, _) = pace::paced(&fleet, &costs, &[pace::AS_PROFILED_PERCENT; 4]);
+    assert_eq!(same, fleet);
 }

@@ -350,19 +350,23 @@ impl<'a> Layout<'a> {
         self.brought(&self.layers[layer].owned, |_, residence| residence == Residence::Resident)
     }
 
-    /// Who takes part where some devices get whole tensors: those that lack a part of one, and their holders.
+    /// Who takes part where some devices get whole tensors: those that lack a part of one, and one holder of each slice.
     fn brought(&self, tensors: &[usize], wants: impl Fn(usize, Residence) -> bool) -> Option<Group> {
-        let (mut givers, mut receivers, mut tier) = (Vec::new(), Vec::new(), Tier::Device);
-        for tensor in tensors.iter().map(|tensor| &self.tensors[*tensor]) {
-            let lacking = tensor
-                .copies
-                .iter()
-                .filter(|(device, residence)| wants(*device, *residence) && !tensor.is_whole(*device));
-            let before = receivers.len();
-            receivers.extend(lacking.map(|(device, _)| *device));
-            if receivers.len() > before {
-                givers.extend(tensor.optimizer.iter().map(|held| held.holder.device()));
-                tier = tensor.optimizer.iter().map(|held| held.holder.tier()).fold(tier, Tier::max);
+        let lacking = |tensor: &TensorLayout| -> Vec<usize> {
+            let lacks = |device: usize, residence| wants(device, residence) && !tensor.is_whole(device);
+            let copies = tensor.copies.iter().filter(|(device, residence)| lacks(*device, *residence));
+            copies.map(|(device, _)| *device).collect()
+        };
+        let wanted: Vec<(usize, Vec<usize>)> =
+            tensors.iter().map(|tensor| (*tensor, lacking(&self.tensors[*tensor]))).collect();
+        let mut receivers: Vec<usize> = wanted.iter().flat_map(|(_, devices)| devices).copied().collect();
+        receivers.sort_unstable();
+        receivers.dedup();
+        let (mut givers, mut tier) = (Vec::new(), Tier::Device);
+        for (tensor, _) in wanted.iter().filter(|(_, devices)| !devices.is_empty()) {
+            for held in self.givers(*tensor, &receivers) {
+                givers.push(held.holder.device());
+                tier = tier.max(held.holder.tier());
             }
         }
         (!receivers.is_empty()).then(|| Group::new(givers, receivers, tier))

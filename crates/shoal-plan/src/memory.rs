@@ -141,10 +141,41 @@ fn copy_bytes(layout: &Layout, device: usize, tensor: usize) -> u64 {
     }
 }
 
+/// Bytes of a device's memory that a program may still take once it has no layer left to compute: the rest is free for
+/// another's.
+pub fn after_computing(program: &Program, layout: &Layout) -> u64 {
+    let forecast = forecast_in(program, layout);
+    let mut meter = Meter::new(layout, program.device);
+    let phases: Vec<Phase> = program.instructions.iter().map(|i| meter.phase(&i.op)).collect();
+    let last = program.instructions.iter().rposition(|instruction| instruction.op.computes_layer());
+    let mut most = 0;
+    follow(&program.instructions, &phases, last, |live, _, is_computed| {
+        if is_computed {
+            most = most.max(live);
+        }
+    });
+    forecast.total() - forecast.values + most.unsigned_abs()
+}
+
 /// The most bytes alive at a time, and the place of the instruction that brings them there.
 fn highest(instructions: &[Instruction], phases: &[Phase]) -> (u64, usize) {
-    let mut course = Course::new(instructions, phases);
     let (mut most, mut highest_at) = (0i64, 0);
+    follow(instructions, phases, None, |live, place, _| {
+        if live > most {
+            (most, highest_at) = (live, place);
+        }
+    });
+    (most.unsigned_abs(), highest_at)
+}
+
+/// Tells of the bytes alive from place to place, and whether the last computation is over.
+fn follow(
+    instructions: &[Instruction],
+    phases: &[Phase],
+    last_computing: Option<usize>,
+    mut see: impl FnMut(i64, usize, bool),
+) {
+    let mut course = Course::new(instructions, phases);
     let mut early: Vec<Vec<usize>> = vec![Vec::new(); instructions.len()];
     for (place, instruction) in instructions.iter().enumerate() {
         let from = place.saturating_sub(instruction.ahead as usize);
@@ -153,22 +184,21 @@ fn highest(instructions: &[Instruction], phases: &[Phase]) -> (u64, usize) {
         }
     }
     for place in 0..instructions.len() {
+        let is_computed = last_computing.is_some_and(|last| last < place);
         // They may start while the instruction before this place still runs.
         for ahead in &early[place] {
             course.live += phases[*ahead].peak as i64;
         }
-        if course.live > most {
-            (most, highest_at) = (course.live, place.saturating_sub(1));
-        }
+        see(course.live, place.saturating_sub(1), is_computed);
         course.learn(place);
         if instructions[place].ahead == 0 {
             course.live += phases[place].peak as i64;
         }
-        if course.live > most {
-            (most, highest_at) = (course.live, place);
+        see(course.live, place, is_computed);
+        if last_computing == Some(place) {
+            course.over(place);
         }
     }
-    (most.unsigned_abs(), highest_at)
 }
 
 /// Which instructions have certainly finished.

@@ -53,6 +53,18 @@ impl Layout<'_> {
         tensors.filter(move |tensor| self.lacks(layer, pass, *tensor, device))
     }
 
+    /// Who gives each slice of a tensor to some devices, in order: the nearest of its holders, if one of them has it itself
+    /// that one.
+    pub(crate) fn givers(&self, tensor: usize, receivers: &[usize]) -> Vec<&Held> {
+        let distance = |held: &Held| {
+            let device = held.holder.device();
+            (held.holder.tier(), receivers.binary_search(&device).is_err(), device)
+        };
+        let slices = by_slice(&self.plan.tensors[tensor].optimizer).into_iter();
+        let nearest = slices.map(|holders| holders.into_iter().min_by_key(|held| distance(held)));
+        nearest.map(|held| held.expect("every slice has a holder")).collect()
+    }
+
     /// What a gathering brings together: every tensor that someone lacks, each slice from the nearest of its holders.
     pub fn gathered_parts(&self, layer: usize, pass: Pass) -> Vec<GatheredPart> {
         let Some(group) = self.gather(layer, pass) else { return Vec::new() };
@@ -61,9 +73,9 @@ impl Layout<'_> {
             if !group.receivers.iter().any(|device| self.lacks(layer, pass, *tensor, *device)) {
                 continue;
             }
-            for holders in by_slice(&self.plan.tensors[*tensor].optimizer) {
-                let (tier, device) = nearest(&holders);
-                parts.push(GatheredPart { device, tensor: *tensor, slice: holders[0].slice, tier });
+            for held in self.givers(*tensor, &group.receivers) {
+                let (device, tier) = (held.holder.device(), held.holder.tier());
+                parts.push(GatheredPart { device, tensor: *tensor, slice: held.slice, tier });
             }
         }
         parts.sort_by_key(|part| (part.device, part.tensor, part.slice));

@@ -192,6 +192,19 @@ impl Op {
         }
     }
 
+    /// Whether it computes a layer, or a part of one.
+    pub fn computes_layer(&self) -> bool {
+        matches!(
+            self,
+            Op::Begin { .. }
+                | Op::Forward { .. }
+                | Op::Recompute { .. }
+                | Op::BeginBackward { .. }
+                | Op::Backward { .. }
+                | Op::Predict { .. }
+        )
+    }
+
     /// The layer whose parameters or values it is about.
     pub fn layer(&self) -> Option<usize> {
         match *self {

@@ -7,8 +7,9 @@ use shoal_model::{Chain, Precision, presets};
 use shoal_plan::memory::forecast_in;
 use shoal_plan::one_device::StepShape;
 use shoal_plan::{Activations, DeviceRow, Layout, Order, Purpose, compile_paced, verify_all};
-use shoal_planner::auto::{self, Shape};
+use shoal_planner::auto::{self, Request, Shape};
 use shoal_planner::pipeline::{Pipeline, PipelineWanted, Replica, Stage, State, plan, table};
+use shoal_planner::replan::{InForce, replan};
 use shoal_sim::{FleetWorld, Settings, simulate};
 
 const MICRO_BATCHES: usize = 64;
@@ -31,6 +32,40 @@ fn main() {
     for (devices, samples) in [(16, 128), (64, 512), (256, 2048), (1024, 8192)] {
         best(devices, samples);
     }
+    println!("planned anew after a machine is lost and another has slowed down, state on two machines:");
+    println!("devices  kinds  samples   seconds  step simulated     pause");
+    for (devices, samples) in [(16, 128), (64, 512), (256, 2048), (1024, 8192)] {
+        anew(devices, samples);
+    }
+}
+
+/// Plans for mixed devices after the last of their machines is gone and the first takes half as long again.
+fn anew(devices: usize, samples: usize) {
+    let before = fleet(MIXED, devices / fleet(MIXED, 1).devices.len());
+    let chain = Chain::new(&presets::gpt2(50257, 1600, 48, 25, 1024));
+    let step =
+        StepShape { global_batch: samples, sequence: 1024, precision: Precision::Fp16, optimizer_states: 2 };
+    let request = |fleet, costs| Request { survive: 1, ..Request::new(&chain, step, fleet, costs) };
+    let costs = |fleet| Costs::new(&chain, fleet, None, step.precision, step.sequence).expect("known kinds");
+    let before_costs = costs(&before);
+    let first = replan(&request(&before, &before_costs), &vec![100; devices], None).expect("there is room");
+    let mut after = before.clone();
+    let gone = after.nodes.pop().expect("there are machines").devices;
+    after.devices.truncate(gone.start);
+    let alive: Vec<bool> = (0..devices).map(|device| !gone.contains(&device)).collect();
+    let in_force = InForce { plan: &first.plan, alive: &alive };
+    let mut paces = vec![100; gone.start];
+    paces[after.nodes[0].devices.clone()].fill(150);
+    let after_costs = costs(&after);
+    let request = request(&after, &after_costs);
+    let (next, seconds) = timed(|| replan(&request, &paces, Some(in_force)).expect("there is room for it"));
+    println!(
+        "{:>7} {:>6} {samples:>8} {seconds:>9.2} {:>13.2} s {:>7.2} s",
+        after.devices.len(),
+        after.kinds().len() + 1,
+        next.step_seconds,
+        next.moving.seconds
+    );
 }
 
 fn names() -> Vec<String> {
@@ -44,10 +79,10 @@ fn best(devices: usize, samples: usize) {
     let step =
         StepShape { global_batch: samples, sequence: 1024, precision: Precision::Fp16, optimizer_states: 2 };
     let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).expect("the kinds are known");
-    let (found, seconds) =
-        timed(|| auto::plan(&chain, step, &fleet, &costs, &Shape::ALL).expect("there is room for it"));
+    let request = Request::new(&chain, step, &fleet, &costs);
+    let (found, seconds) = timed(|| auto::plan(&request).expect("there is room for it"));
     let alone = Shape::ALL.map(|shape| {
-        let (_, seconds) = timed(|| auto::plan(&chain, step, &fleet, &costs, &[shape]).is_ok());
+        let (_, seconds) = timed(|| auto::plan(&Request { shapes: &[shape], ..request }).is_ok());
         format!("{seconds:>8.2}")
     });
     println!(

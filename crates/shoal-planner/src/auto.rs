@@ -10,6 +10,7 @@ use shoal_plan::{Layout, Plan, Purpose, compile_paced};
 use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 use thiserror::Error;
 
+use crate::mirrors::MirrorError;
 use crate::pipeline::{self, PipelineWanted};
 use crate::{burst, mirrors, mixed, parallel, sharded, spilled};
 
@@ -64,6 +65,8 @@ pub struct Found {
     pub best: Candidate,
     /// All shapes, the fastest first.
     pub tried: Vec<Tried>,
+    /// Machines that may be lost at once without taking state with them.
+    pub survives: usize,
 }
 
 #[derive(Debug, Error)]
@@ -72,14 +75,19 @@ pub enum AutoError {
     NoDevice,
     #[error("no plan of any shape fits this fleet: {}", reasons(.tried))]
     Nothing { tried: Vec<Tried> },
+    #[error(transparent)]
+    Mirrors(#[from] MirrorError),
 }
 
 impl AutoError {
-    pub fn hint(&self) -> Option<String> {
-        Some(
-            "add devices or host memory to the fleet, shorten data.sequence, or choose a smaller model"
-                .into(),
-        )
+    pub fn hint(&self) -> String {
+        match self {
+            AutoError::Mirrors(error) => error.hint(),
+            AutoError::NoDevice | AutoError::Nothing { .. } => {
+                "add devices or host memory to the fleet, shorten data.sequence, or choose a smaller model"
+                    .into()
+            }
+        }
     }
 }
 
@@ -90,32 +98,38 @@ fn reasons(tried: &[Tried]) -> String {
     said.collect::<Vec<_>>().join("; ")
 }
 
-/// The fastest plan of some shapes.
-pub fn plan(
-    chain: &Chain,
-    step: StepShape,
-    fleet: &Fleet,
-    costs: &Costs,
-    shapes: &[Shape],
-) -> Result<Found, AutoError> {
-    if fleet.devices.is_empty() {
-        return Err(AutoError::NoDevice);
+/// What is to be trained on what.
+#[derive(Clone, Copy)]
+pub struct Request<'a> {
+    pub chain: &'a Chain,
+    pub step: StepShape,
+    pub fleet: &'a Fleet,
+    pub costs: &'a Costs,
+    pub shapes: &'a [Shape],
+    /// Machines that may be lost at once without taking any state with them: so many mirrors are planned with.
+    pub survive: usize,
+}
+
+impl<'a> Request<'a> {
+    /// Every shape, without mirrors.
+    pub fn new(chain: &'a Chain, step: StepShape, fleet: &'a Fleet, costs: &'a Costs) -> Request<'a> {
+        Request { chain, step, fleet, costs, shapes: &Shape::ALL, survive: 0 }
     }
+}
+
+/// The fastest plan of some shapes.
+pub fn plan(request: &Request) -> Result<Found, AutoError> {
+    let searched = candidates(request, &|plan| Ok(plan))?;
     let mut best: Option<Candidate> = None;
     let mut tried = Vec::new();
-    // Most searches keep one core busy.
-    let searched = parallel::map(shapes, |shape| {
-        propose(*shape, chain, step, fleet, costs)
-            .and_then(|plans| quickest(plans.into_iter().map(|plan| play(*shape, plan, chain, fleet, costs))))
-    });
-    for (shape, found) in shapes.iter().copied().zip(searched) {
-        let seconds = found.as_ref().ok().map(|candidate| candidate.simulated.seconds);
-        match found {
+    for (shape, found) in searched {
+        match found.and_then(|candidates| quickest(candidates).ok_or_else(|| NOTHING.to_owned())) {
             Ok(candidate) => {
-                if best.as_ref().is_none_or(|best| candidate.simulated.seconds < best.simulated.seconds) {
+                let seconds = candidate.simulated.seconds;
+                if best.as_ref().is_none_or(|best| seconds < best.simulated.seconds) {
                     best = Some(candidate);
                 }
-                tried.push(Tried { shape, seconds, refused: None });
+                tried.push(Tried { shape, seconds: Some(seconds), refused: None });
             }
             Err(refused) => tried.push(Tried { shape, seconds: None, refused: Some(refused) }),
         }
@@ -125,20 +139,75 @@ pub fn plan(
         seconds(a).total_cmp(&seconds(b))
     });
     match best {
-        Some(best) => Ok(Found { best, tried }),
+        Some(best) => Ok(Found { best, tried, survives: request.survive }),
         None => Err(AutoError::Nothing { tried }),
     }
 }
 
-/// The fastest of some candidates; why the first has none if all are refused.
-fn quickest(candidates: impl Iterator<Item = Result<Candidate, String>>) -> Result<Candidate, String> {
-    let seconds = |candidate: &Candidate| candidate.simulated.seconds;
-    let best = candidates.reduce(|best, other| match (best, other) {
-        (Ok(best), Ok(other)) if seconds(&other) < seconds(&best) => Ok(other),
-        (Err(_), Ok(other)) => Ok(other),
-        (best, _) => best,
+/// The same, with as many of the losses survived as machines and their memory allow.
+pub fn plan_surviving(request: &Request) -> Result<Found, AutoError> {
+    as_many(request, plan)
+}
+
+/// What can be found for a request, or else for one that survives fewer losses: better that than nothing.
+pub(crate) fn as_many<T>(
+    request: &Request,
+    find: impl Fn(&Request) -> Result<T, AutoError>,
+) -> Result<T, AutoError> {
+    let mut survive = request.survive.min(request.fleet.nodes.len().saturating_sub(1));
+    loop {
+        match find(&Request { survive, ..*request }) {
+            Err(AutoError::Nothing { .. } | AutoError::Mirrors(_)) if survive > 0 => survive -= 1,
+            answer => return answer,
+        }
+    }
+}
+
+const NOTHING: &str = "nothing was proposed";
+
+/// A shape and its tables that fit, or why there is none.
+pub(crate) type Searched = (Shape, Result<Vec<Candidate>, String>);
+
+/// By shape, every table that its search proposes and that fits, mirrored and then changed as the caller wishes, played
+/// through; or why there is none.
+pub(crate) fn candidates(
+    request: &Request,
+    change: &(dyn Fn(Plan) -> Result<Plan, String> + Sync),
+) -> Result<Vec<Searched>, AutoError> {
+    let Request { chain, step, fleet, costs, shapes, survive } = *request;
+    if fleet.devices.is_empty() {
+        return Err(AutoError::NoDevice);
+    }
+    if survive > 0 && survive >= fleet.nodes.len() {
+        return Err(MirrorError::Machines { survive, machines: fleet.nodes.len() }.into());
+    }
+    let roomy = mirrors::reserved(chain, step, fleet, survive);
+    let search = |shape: Shape, within: &Fleet| {
+        let mut refused = NOTHING.to_owned();
+        let mut fitting = Vec::new();
+        for plan in propose(shape, chain, step, within, costs)? {
+            let mirrored = mirrors::mirrored(&plan, fleet, survive).map_err(|error| error.to_string());
+            match mirrored.and_then(change).and_then(|plan| play(shape, plan, request)) {
+                Ok(candidate) => fitting.push(candidate),
+                Err(reason) => refused = reason,
+            }
+        }
+        if fitting.is_empty() { Err(refused) } else { Ok(fitting) }
+    };
+    // Most searches keep one core busy.
+    let searched = parallel::map(shapes, |shape| {
+        let found = search(*shape, fleet);
+        // Hosts that a plan has filled have no room for mirrors: it is made again with that room left free.
+        match (found, &roomy) {
+            (Err(_), Some(roomy)) => search(*shape, roomy),
+            (found, _) => found,
+        }
     });
-    best.unwrap_or_else(|| Err("nothing was proposed".into()))
+    Ok(shapes.iter().copied().zip(searched).collect())
+}
+
+fn quickest(candidates: Vec<Candidate>) -> Option<Candidate> {
+    candidates.into_iter().min_by(|a, b| a.simulated.seconds.total_cmp(&b.simulated.seconds))
 }
 
 /// A shape's own best tables, or why it has none.
@@ -188,18 +257,15 @@ fn propose(
     }
 }
 
-/// A candidate whose state is on two machines at least, played through again.
-pub fn mirrored(
-    candidate: &Candidate,
-    chain: &Chain,
-    fleet: &Fleet,
-    costs: &Costs,
-) -> Result<Candidate, String> {
-    play(candidate.shape, mirrors::mirrored(&candidate.plan, fleet), chain, fleet, costs)
+/// A table with the mirrors that are asked for, played through; or why it cannot be had.
+pub fn rated(shape: Shape, plan: &Plan, request: &Request) -> Result<Candidate, String> {
+    let mirrored = mirrors::mirrored(plan, request.fleet, request.survive);
+    play(shape, mirrored.map_err(|error| error.to_string())?, request)
 }
 
 /// Plays a table through and holds it to the fleet's memory.
-fn play(shape: Shape, plan: Plan, chain: &Chain, fleet: &Fleet, costs: &Costs) -> Result<Candidate, String> {
+fn play(shape: Shape, plan: Plan, request: &Request) -> Result<Candidate, String> {
+    let Request { chain, fleet, costs, .. } = *request;
     let layout = Layout::new(&plan, chain);
     let world = FleetWorld::new(fleet, costs, &layout);
     let programs = compile_paced(&plan, chain, Purpose::Train, &world).map_err(|error| error.to_string())?;

@@ -1,13 +1,14 @@
 //! The searches for the best table. Each knows one shape of it and a cost model for that shape.
 //!
 //! - [`pipeline`]: runs of layers on devices one after the other, in replicas.
-//! - [`mirrors`]: state on two machines, against the loss of one.
+//! - [`mirrors`]: state on several machines, against the loss of some.
 //! - [`mixed`]: pipelines whose stages are groups of devices.
 //! - [`sharded`]: every layer on every device; samples and state divided separately, by what each device can do.
 //! - [`spilled`]: state on hosts and disks, layers streamed through a device; several models on a pool.
 //! - [`burst`]: to each layer the number of devices that suits it.
 //! - [`auto`]: the best of all shapes.
 //! - [`breakdown`]: where each device's part of a step goes.
+//! - [`replan`]: a plan anew for a fleet that has changed, and what the change costs.
 //! - [`run`]: whole runs over a fleet that comes and goes.
 //! - [`validation`]: other systems' published measurements beside what our models say.
 
@@ -18,6 +19,7 @@ pub mod mirrors;
 pub mod mixed;
 mod parallel;
 pub mod pipeline;
+pub mod replan;
 pub mod run;
 pub mod sharded;
 pub mod spilled;

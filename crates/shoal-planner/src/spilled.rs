@@ -2,9 +2,9 @@
 //! the device one after the other, every one loaded once a pass for all micro-batches. And several such models at once
 //! on a pool of devices.
 
-use shoal_fleet::{Costs, Fleet};
+use shoal_fleet::{Costs, Fleet, Node};
 use shoal_model::Chain;
-use shoal_plan::memory::{MemoryForecast, forecast_in};
+use shoal_plan::memory::{MemoryForecast, after_computing, forecast_in};
 use shoal_plan::one_device::StepShape;
 use shoal_plan::table::FORMAT;
 use shoal_plan::{
@@ -59,6 +59,9 @@ pub struct Spill {
     /// The device of the fleet.
     pub device: usize,
     pub micro_batch: usize,
+    /// The number of layers, the last ones, that keep all their backward reads.
+    pub kept_layers: usize,
+    /// What becomes of the others' activations.
     pub activations: Activations,
     /// The share of the layers, the last ones, whose state is in the device's own memory.
     pub on_device: f64,
@@ -76,13 +79,16 @@ pub struct Spilled {
 
 /// The table of a model that streams through a device. The fleet's other devices have no part in it.
 pub fn table(chain: &Chain, step: StepShape, fleet: &Fleet, spill: &Spill) -> Plan {
-    let Spill { device, micro_batch, activations, on_device, elsewhere } = *spill;
+    let Spill { device, micro_batch, kept_layers, activations, on_device, elsewhere } = *spill;
     let starts = (0..step.global_batch).step_by(micro_batch.max(1));
     let micro_batches: Vec<Samples> =
         starts.map(|start| Samples { start, end: (start + micro_batch).min(step.global_batch) }).collect();
-    let layers = chain.layers.iter().map(|layer| LayerRow {
-        layer: layer.name.clone(),
-        compute: vec![Compute { device, micro_batches: micro_batches.clone(), activations }],
+    // What the last layers keep is used up first: room for making the others' again.
+    let first_kept = chain.layers.len().saturating_sub(kept_layers);
+    let layers = chain.layers.iter().enumerate().map(|(number, layer)| {
+        let activations = if number < first_kept { activations } else { Activations::Keep };
+        let compute = vec![Compute { device, micro_batches: micro_batches.clone(), activations }];
+        LayerRow { layer: layer.name.clone(), compute }
     });
     // The last layers stay: their backward follows their forward, so they would be loaded twice for nothing.
     let first_here = ((1.0 - on_device) * chain.layers.len() as f64).round() as usize;
@@ -142,33 +148,23 @@ fn search(
         Some(_) => vec![Tier::Host, Tier::Disk],
         None => vec![Tier::Host],
     };
-    let (mut best, mut least, mut least_host) = (None::<Spilled>, u64::MAX, u64::MAX);
+    let room = Room { budget_bytes, node, least: u64::MAX, least_host: u64::MAX };
+    let mut search = Search { chain, step, fleet, costs, room, best: None };
     for elsewhere in tiers {
-        for activations in [Activations::Keep, Activations::Recompute, Activations::Offload] {
-            for micro_batch in sizes(step.global_batch) {
+        for micro_batch in sizes(step.global_batch) {
+            for activations in [Activations::Recompute, Activations::Offload] {
                 for on_device in shares_on_device.iter().copied() {
-                    let spill = Spill { device, micro_batch, activations, on_device, elsewhere };
-                    let tried = try_spill(chain, step, fleet, costs, spill)?;
-                    least = least.min(tried.memory.total());
-                    if tried.memory.total() > budget_bytes {
-                        continue;
+                    let kept_layers = 0;
+                    let spill = Spill { device, micro_batch, kept_layers, activations, on_device, elsewhere };
+                    // Less on the device is slower, or no faster, unless the room keeps activations.
+                    if search.keep_most(spill)? == Some(chain.layers.len()) {
+                        break;
                     }
-                    least_host = least_host.min(tried.memory.host);
-                    if tried.memory.host > node.host_memory_bytes
-                        || node.disk.as_ref().is_some_and(|disk| tried.memory.disk > disk.bytes)
-                    {
-                        continue;
-                    }
-                    let seconds = tried.simulated.seconds;
-                    if best.as_ref().is_none_or(|best| seconds < best.simulated.seconds) {
-                        best = Some(tried);
-                    }
-                    // Less on the device is slower, or no faster.
-                    break;
                 }
             }
         }
     }
+    let Search { room: Room { least, least_host, .. }, best, .. } = search;
     best.ok_or_else(|| match least > budget_bytes {
         true => SpilledError::TooSmall {
             device: fleet.devices[device].name.clone(),
@@ -183,22 +179,78 @@ fn search(
     })
 }
 
-fn try_spill(
-    chain: &Chain,
+/// What there is, and the least that was needed of it.
+struct Room<'a> {
+    budget_bytes: u64,
+    node: &'a Node,
+    least: u64,
+    least_host: u64,
+}
+
+impl Room<'_> {
+    fn fits(&mut self, memory: &MemoryForecast) -> bool {
+        self.least = self.least.min(memory.total());
+        if memory.total() > self.budget_bytes {
+            return false;
+        }
+        self.least_host = self.least_host.min(memory.host);
+        let disk = self.node.disk.as_ref().is_none_or(|disk| memory.disk <= disk.bytes);
+        memory.host <= self.node.host_memory_bytes && disk
+    }
+}
+
+struct Search<'a> {
+    chain: &'a Chain,
     step: StepShape,
-    fleet: &Fleet,
-    costs: &Costs,
-    spill: Spill,
-) -> Result<Spilled, SpilledError> {
-    let plan = table(chain, step, fleet, &spill);
-    let layout = Layout::new(&plan, chain);
-    let world = FleetWorld::new(fleet, costs, &layout);
-    let mut programs = compile_paced(&plan, chain, Purpose::Train, &world)?;
-    let simulated = simulate(&programs, &layout, &world, Settings::default())?;
-    let program = programs.swap_remove(spill.device);
-    let memory = forecast_in(&program, &layout);
-    drop(layout);
-    Ok(Spilled { spill, plan, program, simulated, memory })
+    fleet: &'a Fleet,
+    costs: &'a Costs,
+    room: Room<'a>,
+    best: Option<Spilled>,
+}
+
+impl Search<'_> {
+    /// Tries a spill with as many layers kept as there is room for, and none; how many that is, if even none fits nothing.
+    fn keep_most(&mut self, spill: Spill) -> Result<Option<usize>, SpilledError> {
+        if !self.fits(&spill)? {
+            return Ok(None);
+        }
+        let (mut fits, mut too_many) = (0, self.chain.layers.len() + 1);
+        while too_many - fits > 1 {
+            let kept_layers = fits.midpoint(too_many);
+            match self.fits(&Spill { kept_layers, ..spill })? {
+                true => fits = kept_layers,
+                false => too_many = kept_layers,
+            }
+        }
+        for kept_layers in [0, fits] {
+            let tried = self.tried(Spill { kept_layers, ..spill })?;
+            let seconds = tried.simulated.seconds;
+            if self.best.as_ref().is_none_or(|best| seconds < best.simulated.seconds) {
+                self.best = Some(tried);
+            }
+        }
+        Ok(Some(fits))
+    }
+
+    fn fits(&mut self, spill: &Spill) -> Result<bool, SpilledError> {
+        let plan = table(self.chain, self.step, self.fleet, spill);
+        let layout = Layout::new(&plan, self.chain);
+        let world = FleetWorld::new(self.fleet, self.costs, &layout);
+        let programs = compile_paced(&plan, self.chain, Purpose::Train, &world)?;
+        Ok(self.room.fits(&forecast_in(&programs[spill.device], &layout)))
+    }
+
+    fn tried(&self, spill: Spill) -> Result<Spilled, SpilledError> {
+        let plan = table(self.chain, self.step, self.fleet, &spill);
+        let layout = Layout::new(&plan, self.chain);
+        let world = FleetWorld::new(self.fleet, self.costs, &layout);
+        let mut programs = compile_paced(&plan, self.chain, Purpose::Train, &world)?;
+        let simulated = simulate(&programs, &layout, &world, Settings::default())?;
+        let program = programs.swap_remove(spill.device);
+        let memory = forecast_in(&program, &layout);
+        drop(layout);
+        Ok(Spilled { spill, plan, program, simulated, memory })
+    }
 }
 
 /// Micro-batch sizes that cut a batch evenly, the largest first.
@@ -232,16 +284,24 @@ pub fn together(
 ) -> Result<Together, SpilledError> {
     let budget_bytes = device_rows(fleet)[0].budget_bytes;
     let of = Pooled { chain, step, fleet, costs, copies, steps };
-    // With half the memory a step, one step's end and the next one's beginning go on side by side.
-    let whole = of.play(&search(chain, step, fleet, costs, 0, budget_bytes, &[0.0])?)?;
-    match search(chain, step, fleet, costs, 0, budget_bytes / 2, &[0.0]) {
-        Ok(half) => {
-            let halves = of.play(&half)?;
-            Ok(if halves.seconds < whole.seconds { halves } else { whole })
+    let whole = search(chain, step, fleet, costs, 0, budget_bytes, &[0.0])?;
+    let mut best = of.play(&whole)?;
+    // With so much less memory a step, or half of it, one step's end and the next one's beginning go on side by side.
+    let layout = Layout::new(&whole.plan, chain);
+    let beside = budget_bytes.saturating_sub(after_computing(&whole.program, &layout));
+    for budget_bytes in [beside, budget_bytes / 2] {
+        match search(chain, step, fleet, costs, 0, budget_bytes, &[0.0]) {
+            Ok(smaller) => {
+                let played = of.play(&smaller)?;
+                if played.seconds < best.seconds {
+                    best = played;
+                }
+            }
+            Err(SpilledError::TooSmall { .. } | SpilledError::HostTooSmall { .. }) => {}
+            Err(other) => return Err(other),
         }
-        Err(SpilledError::TooSmall { .. } | SpilledError::HostTooSmall { .. }) => Ok(whole),
-        Err(other) => Err(other),
     }
+    Ok(best)
 }
 
 struct Pooled<'a> {
@@ -272,6 +332,7 @@ impl Pooled<'_> {
                 layout: &layouts[device],
                 world: &worlds[device],
                 bytes: best.memory.total(),
+                bytes_after: after_computing(&programs[device], &layouts[device]),
             })
             .collect();
         let jobs = |count: usize| -> Vec<PoolJob> {

@@ -5,7 +5,7 @@ use shoal_model::{Chain, Precision, presets};
 use shoal_plan::draw::Draw;
 use shoal_plan::one_device::StepShape;
 use shoal_plan::{Purpose, compile, verify_all};
-use shoal_planner::auto::{self, Shape};
+use shoal_planner::auto::{self, Request, Shape};
 use shoal_planner::mixed::{MixedPlanned, plan, plan_singles};
 use shoal_planner::{GPU_PROCESS_BYTES, GPU_WORKSPACE_BYTES};
 
@@ -71,7 +71,7 @@ fn mixtures_earn_their_place() {
         let state_bytes = 16 * chain.parameters() as u64;
         assert!(fleet.devices.iter().all(|device| device.memory_bytes < state_bytes));
         let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
-        let found = auto::plan(&chain, step, &fleet, &costs, &Shape::ALL).unwrap();
+        let found = auto::plan(&Request::new(&chain, step, &fleet, &costs)).unwrap();
         assert_eq!(found.best.shape, Shape::Mixed);
         for (row, memory) in found.best.plan.devices.iter().zip(&found.best.memory) {
             assert!(memory.total() <= row.budget_bytes, "{}", row.name);

@@ -2,8 +2,9 @@
 
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::{Chain, Precision, presets};
+use shoal_plan::memory::after_computing;
 use shoal_plan::one_device::StepShape;
-use shoal_plan::{Purpose, Tier, compile, verify_all};
+use shoal_plan::{Activations, Layout, Purpose, Tier, compile, verify_all};
 use shoal_planner::spilled::{self, SpilledError, plan, together};
 
 fn host(devices: usize, memory: &str, host_memory: &str) -> Fleet {
@@ -31,6 +32,31 @@ fn what_fits_stays_and_what_does_not_is_streamed() {
     assert!(streams.simulated.seconds > stays.simulated.seconds);
     let programs = compile(&streams.plan, &chain, Purpose::Train).unwrap();
     verify_all(&programs, &streams.plan, &chain, Purpose::Train).unwrap();
+}
+
+/// What is not made again is kept: as much as there is room for, and it is worth it.
+#[test]
+fn room_that_is_left_keeps_activations() {
+    let chain = Chain::new(&presets::preset("gpt2-124m").unwrap());
+    let mut last = f64::INFINITY;
+    let mut kept = Vec::new();
+    for memory in ["1300 MiB", "2 GiB", "3 GiB", "4 GiB"] {
+        let fleet = host(1, memory, "64 GiB");
+        let costs = Costs::new(&chain, &fleet, None, Precision::Fp16, 1024).unwrap();
+        let planned = plan(&chain, step(8), &fleet, &costs, 0).unwrap();
+        let keeps = planned.plan.layers.iter().map(|row| row.compute[0].activations);
+        assert_eq!(keeps.filter(|how| *how == Activations::Keep).count(), planned.spill.kept_layers);
+        assert!(planned.simulated.seconds <= last, "{memory}");
+        last = planned.simulated.seconds;
+        kept.push(planned.spill.kept_layers);
+        let programs = compile(&planned.plan, &chain, Purpose::Train).unwrap();
+        verify_all(&programs, &planned.plan, &chain, Purpose::Train).unwrap();
+        // What is left when all layers are computed: gradients on their way to the host.
+        let layout = Layout::new(&planned.plan, &chain);
+        let after = after_computing(&planned.program, &layout);
+        assert!(after > 0 && after < planned.memory.total(), "{after} of {}", planned.memory.total());
+    }
+    assert!(kept.iter().any(|layers| (1..chain.layers.len()).contains(layers)), "{kept:?}");
 }
 
 #[test]

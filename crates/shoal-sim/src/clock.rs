@@ -117,18 +117,6 @@ enum What {
     Meeting(usize),
 }
 
-fn computes_layer(op: &Op) -> bool {
-    matches!(
-        op,
-        Op::Begin { .. }
-            | Op::Forward { .. }
-            | Op::Recompute { .. }
-            | Op::BeginBackward { .. }
-            | Op::Backward { .. }
-            | Op::Predict { .. }
-    )
-}
-
 /// A program under way.
 struct Course<'a> {
     program: &'a Program,
@@ -208,7 +196,7 @@ impl<'a> Course<'a> {
             device,
             spans: vec![Span::default(); instructions.len()],
             left: instructions.len(),
-            computations_left: instructions.iter().filter(|i| computes_layer(&i.op)).count(),
+            computations_left: instructions.iter().filter(|i| i.op.computes_layer()).count(),
             meter: memory.then(|| Memory {
                 meter: Meter::new(layout, program.device),
                 phases: vec![(0, 0); instructions.len()],
@@ -255,7 +243,7 @@ impl<'a> Course<'a> {
     fn finish(&mut self, place: usize, now: f64) {
         self.spans[place].end = now;
         self.left -= 1;
-        if computes_layer(&self.program.instructions[place].op) {
+        if self.program.instructions[place].op.computes_layer() {
             self.computations_left -= 1;
         }
         let range = self.first_follower[place] as usize..self.first_follower[place + 1] as usize;
@@ -461,7 +449,7 @@ impl<'a> Clock<'a> {
             course.finish(*place, self.now);
             let (device, is_over) = (course.device, course.left == 0);
             let lane = course.program.instructions[*place].lane;
-            let layer = computes_layer(&course.program.instructions[*place].op);
+            let layer = course.program.instructions[*place].op.computes_layer();
             let computed = layer && course.computations_left == 0;
             if let Some(lane) = serial(lane) {
                 self.busy[device][lane] = false;

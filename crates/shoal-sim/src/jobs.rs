@@ -17,6 +17,8 @@ pub struct OnDevice<'a> {
     pub world: &'a dyn World,
     /// Bytes of the device's memory that it takes.
     pub bytes: u64,
+    /// Those that it keeps when it has nothing left to compute.
+    pub bytes_after: u64,
 }
 
 pub struct PoolJob<'a> {
@@ -103,12 +105,14 @@ impl<'a> Pool<'_, 'a> {
         let (job, device) = self.of[program];
         match milestone {
             Milestone::Computed => {
+                let OnDevice { bytes, bytes_after, .. } = self.jobs[job].on[device];
+                self.free[device] += bytes - bytes_after;
                 self.computing[device] = None;
                 self.take_on(clock, device);
             }
             Milestone::Over => {
                 self.is_running[job] = false;
-                self.free[device] += self.jobs[job].on[device].bytes;
+                self.free[device] += self.jobs[job].on[device].bytes_after;
                 self.ends[job] = clock.now;
                 // Whoever found nothing to do may now.
                 for device in 0..self.computing.len() {

@@ -137,6 +137,11 @@ impl<'a> FleetWorld<'a> {
 
     /// A ring through devices, node by node, over which so many bytes pass each of them.
     fn ring(&self, devices: &[usize], bytes: f64, rounds: f64) -> Work {
+        self.ring_to(devices, bytes, rounds, |_| true)
+    }
+
+    /// The same where some of them need nothing: the link to such a one stays free.
+    fn ring_to(&self, devices: &[usize], bytes: f64, rounds: f64, needs: impl Fn(usize) -> bool) -> Work {
         if devices.len() < 2 {
             return Work::default();
         }
@@ -146,6 +151,9 @@ impl<'a> FleetWorld<'a> {
         let mut slowest: Option<Link> = None;
         for (place, from) in order.iter().enumerate() {
             let to = order[(place + 1) % order.len()];
+            if !needs(to) {
+                continue;
+            }
             let link = self.fleet.link(*from, to);
             seconds += link.seconds_latency;
             resources.extend(self.way(*from, to, bytes).resources);
@@ -223,8 +231,12 @@ impl<'a> FleetWorld<'a> {
         let Some(group) = self.layout.hand_over(layer) else { return Work::default() };
         let parts = self.layout.handed_parts(layer);
         let passed: f64 = parts.iter().map(|part| 4.0 * part.slice.count() as f64).sum();
-        let mut work =
-            if parts.is_empty() { Work::default() } else { self.ring(&group.devices, passed, 1.0) };
+        // Who gives all of it gets nothing back.
+        let needs = |device: usize| parts.iter().any(|part| part.device != device);
+        let mut work = match parts.is_empty() {
+            true => Work::default(),
+            false => self.ring_to(&group.devices, passed, 1.0, needs),
+        };
         if group.tier != Tier::Device {
             let handed = |device: &usize| -> f64 {
                 let held =

@@ -7,7 +7,7 @@ use shoal_fleet::{Costs, Fleet, Node, Profile};
 use shoal_model::Chain;
 use shoal_plan::memory::MemoryForecast;
 use shoal_plan::{Layout, Plan, Purpose, compile_paced};
-use shoal_planner::auto::{self, AutoError, Found, Shape};
+use shoal_planner::auto::{self, AutoError, Found, Request, Shape};
 use shoal_planner::breakdown::{self, Bottleneck, Breakdown, Limit, Part};
 use shoal_sim::{FleetWorld, Simulated};
 
@@ -28,6 +28,21 @@ pub struct FleetOptions {
     /// Search one shape of plan only
     #[arg(long, value_name = "SHAPE", requires = "fleet")]
     pub shape: Option<String>,
+    /// Machines that may be lost at once without taking state with them (the job's plan.survive); 0 keeps no mirrors
+    #[arg(long, value_name = "MACHINES", requires = "fleet")]
+    pub survive: Option<usize>,
+}
+
+/// Machines that may be lost at once, where neither job nor command says how many.
+const SURVIVE_DEFAULT: usize = 1;
+
+/// Losses that state is to survive by its mirrors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Survive {
+    /// Of so many machines at once; refused where that cannot be had.
+    Exactly(usize),
+    /// Of as many as there are machines and memory for.
+    UpTo(usize),
 }
 
 /// A fleet and what layers cost on it.
@@ -85,10 +100,26 @@ impl FleetOptions {
         })
     }
 
+    /// What the command says, or else the job, or else nobody.
+    pub fn survive(&self, job: &Job) -> Survive {
+        let asked = self.survive.or(job.survive);
+        asked.map_or(Survive::UpTo(SURVIVE_DEFAULT), Survive::Exactly)
+    }
+
     /// The best plan.
     pub fn search(&self, job: &Job, chain: &Chain, on: &OnFleet) -> Result<Found> {
-        of_shapes(job, chain, on, &self.shapes()?)
-            .map_err(|error| CliError::Said { sentence: error.to_string(), hint: error.hint() })
+        self.search_surviving(job, chain, on, self.survive(job))
+    }
+
+    pub fn search_surviving(
+        &self,
+        job: &Job,
+        chain: &Chain,
+        on: &OnFleet,
+        survive: Survive,
+    ) -> Result<Found> {
+        of_shapes(job, chain, on, &self.shapes()?, survive)
+            .map_err(|error| CliError::said(error.to_string(), error.hint()))
     }
 }
 
@@ -98,8 +129,13 @@ pub fn of_shapes(
     chain: &Chain,
     on: &OnFleet,
     shapes: &[Shape],
+    survive: Survive,
 ) -> std::result::Result<Found, AutoError> {
-    auto::plan(chain, step_shape(job), &on.fleet, &on.costs, shapes)
+    let request = Request { shapes, ..Request::new(chain, step_shape(job), &on.fleet, &on.costs) };
+    match survive {
+        Survive::Exactly(survive) => auto::plan(&Request { survive, ..request }),
+        Survive::UpTo(survive) => auto::plan_surviving(&Request { survive, ..request }),
+    }
 }
 
 /// Where the time of a plan's step goes, by device.

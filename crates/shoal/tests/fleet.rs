@@ -112,6 +112,41 @@ fn a_plan_says_why() {
     }
 }
 
+/// Mirrors are planned with, as many as job or command say, and refused where they cannot be had.
+#[test]
+fn state_is_on_as_many_machines_as_losses_ask_for() {
+    let folder = folder();
+    let survives = |arguments: &[&str]| {
+        let planned = json(plan(&folder, &[&["--json", "--table", "plan.json"], arguments].concat()));
+        let text = fs::read_to_string(folder.join("plan.json")).unwrap();
+        let table: Value = serde_json::from_str(&text).unwrap();
+        let machine = |held: &Value| {
+            let device = held["holder"].as_object().unwrap().values().next().unwrap().as_u64().unwrap();
+            usize::from(device >= 3)
+        };
+        // Of every slice, the machines that have it.
+        let everywhere = table["tensors"].as_array().unwrap().iter().all(|row| {
+            let held = row["optimizer"].as_array().unwrap();
+            held.iter().all(|one| {
+                let same = held.iter().filter(|other| other["slice"] == one["slice"]);
+                same.map(machine).collect::<std::collections::BTreeSet<_>>().len() == 2
+            })
+        });
+        (planned["survives"].as_u64().unwrap(), everywhere)
+    };
+    assert_eq!(survives(&[]), (1, true));
+    assert_eq!(survives(&["--survive", "1"]), (1, true));
+    assert_eq!(survives(&["--set", "plan.survive=1"]), (1, true));
+    assert_eq!(survives(&["--survive", "0"]).0, 0);
+    assert_eq!(survives(&["--survive", "1", "--set", "plan.survive=0"]), (1, true));
+    plan(&folder, &["--survive", "2"]).fails(&["2 machines", "has 2"], "--survive");
+    let text = plan(&folder, &[]).succeeds().stdout;
+    assert!(text.contains("losses: one machine at once"), "{text}");
+    folder.write("fleet.toml", FLEET.split("[[node]]\nname = \"b\"").next().unwrap());
+    let text = plan(&folder, &[]).succeeds().stdout;
+    assert!(text.contains("one machine has nobody to mirror"), "{text}");
+}
+
 #[test]
 fn shapes_are_set_side_by_side() {
     let folder = folder();

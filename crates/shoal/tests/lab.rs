@@ -45,14 +45,16 @@ fn processes_train_what_one_device_trains() {
         .shoal(&["train", "job.toml", "--set", "train.steps=6", "--set", "checkpoint.to=alone", "--json"])
         .succeeds();
     let alone = losses(&folder, "alone");
-    for (shape, options) in
-        [("pipeline", &[][..]), ("sharded", &["--plain"]), ("mixed", &["--trace", "trace.json"])]
-    {
+    // All with mirrors: one each, unless two are asked for.
+    for (shape, survive, options) in [
+        ("pipeline", "2", &[][..]),
+        ("sharded", "1", &["--plain"]),
+        ("mixed", "1", &["--trace", "trace.json"]),
+    ] {
         let run = format!("checkpoint.to={shape}");
         let table = format!("{shape}.json");
-        folder
-            .shoal(&["plan", "job.toml", "--fleet", "fleet.toml", "--shape", shape, "--table", &table])
-            .succeeds();
+        let plan = ["plan", "job.toml", "--fleet", "fleet.toml", "--shape", shape, "--table", &table];
+        folder.shoal(&[&plan[..], &["--survive", survive]].concat()).succeeds();
         let told = json(lab(
             &folder,
             &[&["--set", "train.steps=6", "--set", &run, "--table", &table], options].concat(),

@@ -78,6 +78,9 @@ struct SearchOptions {
     /// Search one shape of plan only
     #[arg(long, value_name = "SHAPE")]
     shape: Option<String>,
+    /// Machines that may be lost at once without taking state with them (the job's plan.survive); 0 keeps no mirrors
+    #[arg(long, value_name = "MACHINES")]
+    survive: Option<usize>,
     /// A table that `shoal plan --table` wrote; without it the best is searched
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
@@ -193,11 +196,12 @@ struct Prepared {
 
 impl Prepared {
     fn new(options: &Options, job: &Job, chain: &Chain) -> Result<Prepared> {
-        let SearchOptions { profile, shape, table } = &options.search;
+        let SearchOptions { profile, shape, survive, table } = &options.search;
         let fleet_options = FleetOptions {
             fleet: Some(options.fleet.clone()),
             profile: profile.clone(),
             shape: shape.clone(),
+            survive: *survive,
         };
         let on = fleet_options.read(job, chain)?;
         let plan = match table {

@@ -11,7 +11,7 @@ pub mod plan;
 pub mod profile;
 pub mod simulate;
 pub mod train;
-mod trial;
+pub mod trial;
 pub mod validate;
 pub mod verify;
 pub mod worker;

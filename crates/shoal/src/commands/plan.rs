@@ -14,9 +14,9 @@ use shoal_sim::FleetWorld;
 
 use crate::assemble::{self, LocalDevice};
 use crate::error::{CliError, Result};
-use crate::fleet_plan::{Described, FleetOptions, OnFleet, breakdown, print_layers};
+use crate::fleet_plan::{Described, FleetOptions, OnFleet, Survive, breakdown, print_layers};
 use crate::job::{Job, bytes_text};
-use crate::show::{grouped, percent, short};
+use crate::show::{elsewhere, grouped, percent, short};
 use crate::timeline::time_text;
 
 #[derive(clap::Args)]
@@ -68,7 +68,7 @@ pub fn run(options: Options) -> Result {
 fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
     let on = options.on.read(job, chain)?;
     if options.compare {
-        let shapes = compare::shapes(job, chain, &on);
+        let shapes = compare::shapes(job, chain, &on, options.on.survive(job));
         let best = compare::best(&shapes)?;
         write_files(options, chain, &on, &best.candidate.plan)?;
         match options.json {
@@ -77,7 +77,7 @@ fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
         }
         return Ok(());
     }
-    let Found { best, tried } = options.on.search(job, chain, &on)?;
+    let Found { best, tried, survives } = options.on.search(job, chain, &on)?;
     write_files(options, chain, &on, &best.plan)?;
     let breakdown = breakdown(&best.plan, chain, &on, &best.simulated)?;
     let described = Described {
@@ -96,6 +96,7 @@ fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
         let mut summary = described.json();
         summary["shape"] = json!(best.shape);
         summary["tried"] = json!(tried);
+        summary["survives"] = json!(survives);
         summary["runner_up"] =
             json!(runner_up.map(|(shape, seconds)| json!({ "shape": shape, "slower": slower(seconds) })));
         summary["one_more"] = json!(more);
@@ -124,8 +125,27 @@ fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
             }
         }
     }
+    println!("{}", survival_text(survives, options.on.survive(job), on.fleet.nodes.len()));
     more::print(&more, &on);
     Ok(())
+}
+
+/// What may be lost at once, and why not more.
+fn survival_text(survives: usize, asked: Survive, machines: usize) -> String {
+    let lost = "goes back to the last checkpoint";
+    match (survives, asked) {
+        (0, Survive::Exactly(_)) => {
+            format!("losses: no mirrors are asked for; a machine that is lost {lost}")
+        }
+        (0, _) if machines < 2 => {
+            format!("losses: one machine has nobody to mirror its state; if it is lost, the run {lost}")
+        }
+        (0, _) => {
+            format!("losses: there is no room for mirrors on other machines; if one is lost, the run {lost}")
+        }
+        (1, _) => "losses: one machine at once; all state is on two".to_owned(),
+        (count, _) => format!("losses: {count} machines at once; all state is on {}", count + 1),
+    }
 }
 
 /// The table and the programs, where files are named for them.
@@ -230,7 +250,7 @@ fn print_table(job: &Job, chain: &Chain, device: &LocalDevice, planned: &Planned
             println!("  {name:<12} {:>10}", bytes_text(bytes));
         }
     }
-    println!("  highest at   {}", planned.program.instructions[memory.highest_at]);
+    println!("  highest at   {}{}", planned.program.instructions[memory.highest_at], elsewhere(memory));
     println!("  and about {} for the process itself", bytes_text(device.process_bytes()));
     println!("\nprogram: {} instructions", planned.program.instructions.len());
 }

@@ -44,7 +44,7 @@ const KEYS: &[(&str, &[&str])] = &[
     ("train.schedule", &["kind", "warmup", "final", "factor", "every", "at", "rise", "start"]),
     ("checkpoint", &["to", "every", "keep"]),
     ("eval", &["data", "every"]),
-    ("plan", &["micro_batch", "activations", "order", "memory", "threads", "device", "graphs"]),
+    ("plan", &["micro_batch", "activations", "order", "memory", "threads", "device", "graphs", "survive"]),
 ];
 
 /// The closest of the names, if any is close.

@@ -111,6 +111,8 @@ pub struct Job {
     pub memory_bytes: Option<u64>,
     pub threads: Option<usize>,
     pub device: DeviceChoice,
+    /// Machines that may be lost at once without taking state with them, where the job says how many.
+    pub survive: Option<usize>,
 }
 
 impl Job {
@@ -332,6 +334,7 @@ impl Validator<'_> {
             memory_bytes: self.memory(&raw.plan)?,
             threads: self.threads(&raw.plan)?,
             device: self.device(&raw.plan)?,
+            survive: raw.plan.survive,
         })
     }
 

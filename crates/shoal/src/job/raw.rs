@@ -168,6 +168,7 @@ pub(super) struct Plan {
     pub threads: Option<usize>,
     pub device: Option<String>,
     pub graphs: Option<String>,
+    pub survive: Option<usize>,
 }
 
 fn bytes() -> String {

@@ -2,16 +2,13 @@
 
 use serde_json::json;
 use shoal_model::Chain;
-use shoal_plan::memory::forecast_in;
-use shoal_plan::{Layout, Purpose, compile_paced};
-use shoal_planner::auto::{AutoError, Candidate, Shape, Tried};
+use shoal_planner::auto::{self, AutoError, Candidate, Request, Shape, Tried};
 use shoal_planner::breakdown::{Breakdown, bottleneck};
 use shoal_planner::spilled::{self, Spilled};
-use shoal_sim::FleetWorld;
 
 use crate::assemble::step_shape;
 use crate::error::{CliError, Result};
-use crate::fleet_plan::{OnFleet, bottleneck_text, breakdown, of_shapes, tightest};
+use crate::fleet_plan::{OnFleet, Survive, bottleneck_text, breakdown, of_shapes, tightest};
 use crate::job::{Job, bytes_text};
 use crate::show::percent;
 use crate::timeline::time_text;
@@ -26,12 +23,12 @@ pub struct Planned {
 pub type Row = (Shape, std::result::Result<Planned, String>);
 
 /// Every shape.
-pub fn shapes(job: &Job, chain: &Chain, on: &OnFleet) -> Vec<Row> {
+pub fn shapes(job: &Job, chain: &Chain, on: &OnFleet, survive: Survive) -> Vec<Row> {
     let of = |shape: Shape| {
-        let candidate = match of_shapes(job, chain, on, &[shape]).map_err(reason) {
+        let candidate = match of_shapes(job, chain, on, &[shape], survive).map_err(reason) {
             Ok(found) => found.best,
             // It is for one device: of a fleet, the one that it is fastest on.
-            Err(_) if shape == Shape::Spilled => on_one_device(job, chain, on)?,
+            Err(_) if shape == Shape::Spilled => on_one_device(job, chain, on, survive)?,
             Err(refused) => return Err(refused),
         };
         let breakdown =
@@ -42,7 +39,12 @@ pub fn shapes(job: &Job, chain: &Chain, on: &OnFleet) -> Vec<Row> {
 }
 
 /// The model streamed through one device of the fleet, the best of each kind's first; the others have no part in it.
-fn on_one_device(job: &Job, chain: &Chain, on: &OnFleet) -> std::result::Result<Candidate, String> {
+fn on_one_device(
+    job: &Job,
+    chain: &Chain,
+    on: &OnFleet,
+    survive: Survive,
+) -> std::result::Result<Candidate, String> {
     let mut best = None::<Spilled>;
     let mut refused = String::new();
     for kind in on.fleet.kinds() {
@@ -57,13 +59,15 @@ fn on_one_device(job: &Job, chain: &Chain, on: &OnFleet) -> std::result::Result<
             Err(error) => refused = error.to_string(),
         }
     }
-    let Spilled { plan, simulated, .. } = best.ok_or(refused)?;
-    let layout = Layout::new(&plan, chain);
-    let world = FleetWorld::new(&on.fleet, &on.costs, &layout);
-    let programs = compile_paced(&plan, chain, Purpose::Train, &world).map_err(|error| error.to_string())?;
-    let memory = programs.iter().map(|program| forecast_in(program, &layout)).collect();
-    drop(layout);
-    Ok(Candidate { shape: Shape::Spilled, plan, simulated, memory })
+    let plan = best.ok_or(refused)?.plan;
+    let with = |survive: usize| {
+        let request = Request::new(chain, step_shape(job), &on.fleet, &on.costs);
+        auto::rated(Shape::Spilled, &plan, &Request { survive, ..request })
+    };
+    match survive {
+        Survive::Exactly(survive) => with(survive),
+        Survive::UpTo(survive) => with(survive).or_else(|_| with(0)),
+    }
 }
 
 /// Why one shape has no plan.
@@ -87,7 +91,7 @@ pub fn best(shapes: &[Row]) -> Result<&Planned> {
             refused: planned.as_ref().err().cloned(),
         });
         let error = AutoError::Nothing { tried: tried.collect() };
-        CliError::Said { sentence: error.to_string(), hint: error.hint() }
+        CliError::said(error.to_string(), error.hint())
     })
 }
 

@@ -7,11 +7,10 @@ use std::path::Path;
 use serde_json::json;
 use shoal_fleet::Trace;
 use shoal_model::Chain;
-use shoal_planner::auto;
 use shoal_planner::run::{Morphing, Places, Report, Settings, Spent, Step, over};
 
 use crate::error::Result;
-use crate::fleet_plan::{FleetOptions, OnFleet, breakdown};
+use crate::fleet_plan::{FleetOptions, OnFleet, Survive, breakdown};
 use crate::job::{Job, duration_text};
 use crate::show::percent;
 
@@ -97,7 +96,7 @@ struct Plans<'a> {
 }
 
 impl Plans<'_> {
-    /// With their state on two machines at least, where it is asked for and fits.
+    /// With the job's mirrors, where they are asked for and fit.
     fn step(&mut self, machines: &[String], mirrored: bool) -> Option<Step> {
         let Plans { options, job, chain, on, known } = self;
         let fleet = on.fleet.of_machines(machines);
@@ -105,9 +104,12 @@ impl Plans<'_> {
         let known = known.entry((machines.len(), mirrored)).or_insert_with(|| {
             let costs = options.costs(job, chain, &fleet).ok()?;
             let on = OnFleet { fleet, costs };
-            let best = options.search(job, chain, &on).ok()?.best;
-            let mirrored = mirrored.then(|| auto::mirrored(&best, chain, &on.fleet, &on.costs).ok());
-            let best = mirrored.flatten().unwrap_or(best);
+            let survive = match options.survive(job) {
+                _ if !mirrored => Survive::Exactly(0),
+                // Fewer machines are better than none.
+                Survive::Exactly(survive) | Survive::UpTo(survive) => Survive::UpTo(survive),
+            };
+            let best = options.search_surviving(job, chain, &on, survive).ok()?.best;
             let devices = breakdown(&best.plan, chain, &on, &best.simulated).ok()?;
             Some(Step { plan: best.plan, seconds: best.simulated.seconds, devices })
         });
