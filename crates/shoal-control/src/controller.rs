@@ -11,6 +11,9 @@
 //! away, or a better plan pays), `Decided` (every worker of the plan has stopped or is dead), `Settled` (all are at the one
 //! step), `Asked` and `Moving` (the planner has answered), `Started` (all have their new state). If a worker dies on the
 //! way, what was done is still good or is done again: until `Started`, the old plan's workers keep their state.
+//!
+//! What may follow what is [`fit`]'s to say, for records from a disk as for those made here; `allocation`, `payback` and
+//! `interval` are what decisions are weighed by; [`receipt`] keeps account of where the time went.
 
 mod advance;
 mod allocation;
@@ -32,7 +35,7 @@ use crate::message::{
     JobId, NUMBER_MAX, Orders, Plan, Price, Report, Spent, Status, ToController, ToWorker, WorkerId,
 };
 use crate::settings::Settings;
-use allocation::Targets;
+use allocation::Shares;
 use fit::Misfit;
 use receipt::Bill;
 use record::{Change, Loss, Paced, Record};
@@ -137,7 +140,7 @@ pub struct Controller {
     /// Of the last event.
     now_ms: u64,
     /// As they follow from the state, which steps that are done do not change; they are much work for many jobs.
-    targets: Option<Targets>,
+    shares: Option<Shares>,
     bug: Option<Bug>,
 }
 
@@ -149,6 +152,15 @@ struct Work {
     touched: BTreeSet<WorkerId>,
     /// Jobs whose checkpoints may have changed.
     saved: BTreeSet<JobId>,
+    scope: Scope,
+}
+
+/// What there may be something to decide about. A report tells of few jobs, and there are many reports.
+#[derive(Default)]
+enum Scope {
+    #[default]
+    All,
+    Jobs(BTreeSet<JobId>),
 }
 
 impl Controller {
@@ -161,7 +173,7 @@ impl Controller {
             stopping_ms: BTreeMap::new(),
             departed: BTreeMap::new(),
             now_ms: 0,
-            targets: None,
+            shares: None,
             bug: None,
         }
     }
@@ -190,7 +202,6 @@ impl Controller {
         // Whatever is added to a time stays a number that can be written down.
         let now_ms = now_ms.min(TIME_MS_MAX);
         let mut work = Work::default();
-        let mut news = true;
         self.wake(now_ms);
         match event {
             Event::Started => self.start(now_ms, &mut work),
@@ -198,7 +209,7 @@ impl Controller {
             Event::Message(ToController::Join { name, boot, about, price }) => {
                 self.join(now_ms, name, boot, (about, price), &mut work)
             }
-            Event::Message(ToController::Report(report)) => news = self.hear(now_ms, report, &mut work),
+            Event::Message(ToController::Report(report)) => self.hear(now_ms, report, &mut work),
             Event::Planned { job, request, answer } => self.planned(now_ms, job, request, answer, &mut work),
             Event::Submit { job, spec } => {
                 if !self.state.jobs.contains_key(&job) && spec.check().is_ok() {
@@ -207,9 +218,8 @@ impl Controller {
             }
             Event::Wish { job, wish } => self.wish(now_ms, job, wish, &mut work),
         }
-        while news
-            && work.step.misfit.is_none()
-            && let Some(record) = self.next(now_ms)
+        while work.step.misfit.is_none()
+            && let Some(record) = self.next(now_ms, &work.scope)
         {
             self.note(now_ms, record, &mut work);
         }
@@ -291,16 +301,17 @@ impl Controller {
         work.step.actions.push(Action::Answer { name, message });
     }
 
-    /// Takes a report in, answers it, and says whether there is anything new in it.
-    fn hear(&mut self, now_ms: u64, report: Report, work: &mut Work) -> bool {
+    /// Takes a report in, and answers it. Unless it leads to records, only the jobs that it says something new of matter.
+    fn hear(&mut self, now_ms: u64, report: Report, work: &mut Work) {
+        work.scope = Scope::Jobs(BTreeSet::new());
         let Report { worker, number, revision, leaving_in_ms, jobs } = report;
         let Some(member) = self.state.members.get(&worker) else {
             let message = ToWorker::Gone { worker };
             work.step.actions.push(Action::Send { to: worker, message });
-            return false;
+            return;
         };
         if !self.is_credible(&jobs) {
-            return false;
+            return;
         }
         let leaves = leaving_in_ms.filter(|_| member.leaves_by_ms.is_none());
         let seen = self.seen.entry(worker).or_default();
@@ -308,12 +319,15 @@ impl Controller {
             if self.bug == Some(Bug::CountAgain) {
                 self.count_again(now_ms, &jobs, work);
             }
-            return false;
+            return;
         }
         (seen.heard_ms, seen.number) = (now_ms, number);
-        let news = seen.jobs != jobs || leaves.is_some();
-        if news {
-            seen.jobs = jobs;
+        if seen.jobs != jobs {
+            let old = std::mem::replace(&mut seen.jobs, jobs);
+            let is_new = |(id, status): &(&JobId, &Status)| old.get(id) != Some(*status);
+            let told = seen.jobs.iter().filter(is_new).map(|(id, _)| *id);
+            let silent = old.keys().copied().filter(|id| !seen.jobs.contains_key(id));
+            work.scope = Scope::Jobs(told.chain(silent).collect());
             self.judge_pace(now_ms, worker, work);
         }
         if let Some(in_ms) = leaves {
@@ -326,7 +340,6 @@ impl Controller {
             let orders = Orders { worker, acknowledged: number, revision: self.state.revision, jobs: None };
             work.step.actions.push(Action::Send { to: worker, message: ToWorker::Orders(orders) });
         }
-        news
     }
 
     /// Whether a report can be true. One that cannot is not heard, so that whoever keeps saying such things falls silent, and
@@ -405,7 +418,8 @@ impl Controller {
         }
         let commits = matches!(record, Record::Job { change: Change::Committed { .. }, .. });
         if !commits {
-            self.targets = None;
+            self.shares = None;
+            work.scope = Scope::All;
         }
         self.blame(&record);
         if let Err(misfit) = self.state.apply(&record) {

@@ -57,14 +57,30 @@ impl<D: Disk> Keeper<D> {
         self.log.bytes()
     }
 
-    /// Takes in an event, and gives what may now be done and told. After an error nothing more may be done with it: what is on the disk is for the next to find out.
+    /// Takes in an event, and gives what may now be done and told. After an error nothing more may be done with it: what is
+    /// on the disk is for the next to find out.
     pub fn step(&mut self, now_ms: u64, event: Event) -> Result<Step, LogError> {
-        let step = self.controller.step(now_ms, event);
-        if let Some(misfit) = step.misfit {
-            return Err(LogError::Undecided(misfit));
+        self.step_all(now_ms, [event])
+    }
+
+    /// Likewise with all events that have come meanwhile, whose records reach the disk at once: with many workers, waiting
+    /// for the disk once an event would be most of what a controller does.
+    pub fn step_all(
+        &mut self,
+        now_ms: u64,
+        events: impl IntoIterator<Item = Event>,
+    ) -> Result<Step, LogError> {
+        let mut all = Step::default();
+        for event in events {
+            let step = self.controller.step(now_ms, event);
+            all.records.extend(step.records);
+            all.actions.extend(step.actions);
+            if let Some(misfit) = step.misfit {
+                return Err(LogError::Undecided(misfit));
+            }
         }
-        if !step.records.is_empty() {
-            self.log.append(&step.records)?;
+        if !all.records.is_empty() {
+            self.log.append(&all.records)?;
             if self.bug != Some(Bug::SayBeforeSync) {
                 self.log.sync()?;
             }
@@ -72,7 +88,7 @@ impl<D: Disk> Keeper<D> {
         if self.log.bytes() > self.log_bytes_max {
             self.log.snapshot(self.controller.state())?;
         }
-        Ok(step)
+        Ok(all)
     }
 
     /// For one who plays crashes.

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use common::{Fleet, changes, closing, pair, spec};
 use shoal_control::controller::record::{Change, Failure, Loss, Record, Why};
-use shoal_control::controller::state::{Class, JobSpec, Phase, Rest, State, Wish};
+use shoal_control::controller::state::{Class, Interval, JobSpec, Phase, Rest, State, Wish};
 use shoal_control::controller::{Action, Event};
 use shoal_control::message::*;
 use shoal_control::{Controller, Settings};
@@ -293,4 +293,60 @@ fn where_there_is_no_room_to_move_state_goes_through_a_checkpoint() {
         panic!("{:?}", fleet.orders[&WorkerId(1)])
     };
     assert_eq!(installation.source, Source::Checkpoint(Checkpoint { id: 1, step: 1 }));
+}
+
+/// All workers of the first job's plan are at a step; gives the interval of a checkpoint that begins then.
+fn save_begun(fleet: &mut Fleet, step: u64) -> Option<u64> {
+    let standing = Standing { closing: closing(step - 1), ..Standing::at(step) };
+    let begun = |(_, change): (u64, Change)| match change {
+        Change::SaveBegun { every_steps, .. } => Some(every_steps),
+        _ => None,
+    };
+    let records: Vec<Record> =
+        [1, 2].into_iter().flat_map(|worker| fleet.part(worker, 1, 1, Stage::Running, standing)).collect();
+    changes(&records).into_iter().find_map(begun)
+}
+
+#[test]
+fn how_often_is_saved_follows_from_what_saving_cost() {
+    let mut fleet = Fleet::new(2);
+    let spec = JobSpec { checkpoint_every: Interval::Auto, ..spec(Class::Foreground, 1) };
+    fleet.step(Event::Submit { job: JobId(1), spec });
+    fleet.answer(100, 0);
+    fleet.start(1, 1, &[1, 2]);
+    // The first comes after ten seconds, by the plan; nobody knows yet what it costs.
+    assert_eq!(save_begun(&mut fleet, 99), None);
+    assert_eq!(save_begun(&mut fleet, 100), Some(100));
+    save_begun(&mut fleet, 102);
+    for worker in [1, 2] {
+        fleet.status(worker, 1).saved = Some(Saved { id: 1, done: true, cost_ms: 100 * worker });
+        fleet.report(worker);
+    }
+    assert!(changes(&fleet.records).contains(&(1, Change::SaveCompleted { cost_ms: 200 })));
+    // Of sqrt(2 · 200 · 600,000) ms, 155 steps.
+    assert_eq!(save_begun(&mut fleet, 102 + 154), None);
+    assert_eq!(save_begun(&mut fleet, 102 + 155), Some(155));
+}
+
+#[test]
+fn a_machine_that_does_not_help_one_job_goes_to_the_next() {
+    let mut fleet = Fleet::new(0);
+    for job in [1, 2] {
+        fleet.step(Event::Submit { job: JobId(job), spec: spec(Class::Foreground, 1) });
+        fleet.join(job);
+        fleet.report(job);
+        fleet.answer(100, 0);
+        fleet.start(job, 1, &[job]);
+    }
+    fleet.join(3);
+    fleet.report(3);
+    assert_eq!(fleet.asked.last().map(|(job, _, workers)| (job.0, workers.len())), Some((1, 2)));
+    let records = fleet.answer(100, 0);
+    assert!(matches!(changes(&records)[0], (1, Change::Declined { .. })), "{records:?}");
+    assert_eq!(
+        fleet.asked.last().map(|(job, _, workers)| (job.0, workers.clone())),
+        Some((2, vec![WorkerId(2), WorkerId(3)]))
+    );
+    let records = fleet.answer(60, 0);
+    assert!(matches!(changes(&records)[0], (2, Change::Stopping { why: Why::Pays, .. })), "{records:?}");
 }

@@ -3,8 +3,8 @@
 
 mod common;
 
-use std::collections::BTreeMap;
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 
 use common::{Fleet, pair, spec};
 use proptest::collection::{btree_map, vec};
@@ -12,7 +12,7 @@ use proptest::option;
 use proptest::prelude::*;
 use shoal_control::controller::state::{Class, Interval, JobSpec, State, Wish};
 use shoal_control::controller::{Event, Proposal};
-use shoal_control::disk::Folder;
+use shoal_control::disk::Disk;
 use shoal_control::log::LogError;
 use shoal_control::message::*;
 use shoal_control::worker::{self, EngineEvent};
@@ -240,9 +240,51 @@ fn frame(number: u64, content: &serde_json::Value) -> Vec<u8> {
     bytes
 }
 
+/// A disk that never loses power.
+#[derive(Clone, Default)]
+struct Memory(BTreeMap<String, Vec<u8>>);
+
+impl Memory {
+    fn file(&mut self, name: &str) -> io::Result<&mut Vec<u8>> {
+        self.0.get_mut(name).ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+}
+
+impl Disk for Memory {
+    fn names(&self) -> io::Result<BTreeSet<String>> {
+        Ok(self.0.keys().cloned().collect())
+    }
+    fn read(&self, name: &str) -> io::Result<Vec<u8>> {
+        self.0.get(name).cloned().ok_or_else(|| io::ErrorKind::NotFound.into())
+    }
+    fn create(&mut self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        self.0.insert(name.to_owned(), bytes.to_vec());
+        Ok(())
+    }
+    fn append(&mut self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        self.file(name)?.extend(bytes);
+        Ok(())
+    }
+    fn cut(&mut self, name: &str, length: u64) -> io::Result<()> {
+        self.file(name)?.truncate(usize::try_from(length).unwrap_or(usize::MAX));
+        Ok(())
+    }
+    fn sync(&mut self, _: &str) -> io::Result<()> {
+        Ok(())
+    }
+    fn rename(&mut self, from: &str, to: &str) -> io::Result<()> {
+        let file = std::mem::take(self.file(from)?);
+        self.0.remove(from);
+        self.create(to, &file)
+    }
+    fn sync_names(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// Opens what a disk has, and lets the controller that comes of it work for a while.
-fn open(folder: &Path) -> Result<(), LogError> {
-    let disk = Folder::open(folder).expect("made");
+fn open(files: &[(&str, Vec<u8>)]) -> Result<(), LogError> {
+    let disk = Memory(files.iter().map(|(name, bytes)| ((*name).to_owned(), bytes.clone())).collect());
     let (mut keeper, _, _) = Keeper::open(Settings::default(), disk, 10_000)?;
     let jobs: Vec<JobId> = keeper.state().jobs.keys().copied().collect();
     let members: Vec<WorkerId> = keeper.state().members.keys().copied().collect();
@@ -346,13 +388,11 @@ fn course() -> (Vec<serde_json::Value>, serde_json::Value) {
 #[test]
 fn logs_and_snapshots_with_good_checksums_and_wrong_contents_are_refused_or_harmless() {
     let (records, state) = course();
-    let folder = tempfile::tempdir().expect("made");
     let mut refused = 0;
     let mut tried = 0;
     let mut try_log = |records: &serde_json::Value| {
-        std::fs::write(folder.path().join("log"), frame(0, records)).expect("written");
         tried += 1;
-        if let Err(error) = open(folder.path()) {
+        if let Err(error) = open(&[("log", frame(0, records))]) {
             assert!(!matches!(error, LogError::Undecided(_) | LogError::Disk(_)), "{error}\n{records}");
             assert!(!error.hint().is_empty());
             refused += 1;
@@ -387,11 +427,10 @@ fn logs_and_snapshots_with_good_checksums_and_wrong_contents_are_refused_or_harm
         for other in spoilt(at(&mut state.clone(), way)) {
             let mut mutant = state.clone();
             *at(&mut mutant, way) = other;
-            std::fs::write(folder.path().join("snapshot"), frame(revision, &mutant)).expect("written");
-            std::fs::write(folder.path().join("log"), frame(revision, &serde_json::json!([])))
-                .expect("written");
+            let files =
+                [("snapshot", frame(revision, &mutant)), ("log", frame(revision, &serde_json::json!([])))];
             tried += 1;
-            if let Err(error) = open(folder.path()) {
+            if let Err(error) = open(&files) {
                 assert!(!matches!(error, LogError::Undecided(_) | LogError::Disk(_)), "{error}\n{mutant}");
                 refused += 1;
             }

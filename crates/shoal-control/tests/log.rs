@@ -58,6 +58,24 @@ fn what_was_written_is_read_back_with_and_without_a_snapshot() {
 }
 
 #[test]
+fn events_taken_in_together_lead_where_they_lead_one_by_one() {
+    let events =
+        || (0..4).map(|number| Event::Submit { job: JobId(number), spec: spec(&format!("job {number}")) });
+    let folders = [tempfile::tempdir().expect("made"), tempfile::tempdir().expect("made")];
+    let open = |folder: &Path| Keeper::open(Settings::default(), Folder::open(folder).expect("made"), 0);
+    let (mut together, _, _) = open(folders[0].path()).expect("opens");
+    let (mut single, _, _) = open(folders[1].path()).expect("opens");
+    let step = together.step_all(7, events()).expect("written");
+    let mut records = Vec::new();
+    for event in events() {
+        records.extend(single.step(7, event).expect("written").records);
+    }
+    assert_eq!(step.records, records);
+    assert!(together.log_bytes() < single.log_bytes(), "one frame for all");
+    assert_eq!(reopened(folders[0].path()).expect("opens").0, *single.state());
+}
+
+#[test]
 fn a_torn_end_is_cut_off_wherever_it_is_torn() {
     let folder = tempfile::tempdir().expect("made");
     let state = written(folder.path(), LOG_BYTES_MAX);

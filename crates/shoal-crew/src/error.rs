@@ -20,7 +20,7 @@ pub enum CrewError {
     #[error("{0}")]
     Engine(#[from] EngineError),
     #[error("{error}")]
-    Net { error: shoal_net::Error, culprit: Option<WorkerId> },
+    Net { error: Box<shoal_net::Error>, culprit: Option<WorkerId> },
     #[error("nobody has {slices} slices of the state any more, among them {first}")]
     Lost { slices: usize, first: String },
     #[error("the state of {epoch} that is to be taken over is not here at step {step}: {what}")]
@@ -34,6 +34,20 @@ pub enum CrewError {
 }
 
 impl CrewError {
+    /// What the user can do about it, where there is something.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            CrewError::Engine(error) => error.hint(),
+            CrewError::Net { error, .. } => error.hint().map(Into::into),
+            CrewError::Checkpoint { source, .. } => source.hint(),
+            CrewError::Unreachable { .. } => {
+                Some("look whether that worker runs a version of this program like ours".into())
+            }
+            CrewError::NoStore => Some("set checkpoint.to, so that state can outlive its workers".into()),
+            _ => None,
+        }
+    }
+
     /// Whom it was waited for in vain.
     pub fn culprit(&self) -> Option<WorkerId> {
         match self {

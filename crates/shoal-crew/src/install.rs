@@ -24,7 +24,7 @@ struct Frame {
     plan: Arc<Plan>,
     plan_id: String,
     peers: Peers,
-    program: Program,
+    program: Arc<Program>,
     work_ms: Option<f64>,
 }
 
@@ -86,7 +86,7 @@ impl Hands {
         }
         let work_ms = table.work_ms.get(index).copied().filter(|work_ms| *work_ms > 0.0);
         let peers = Peers::new(installation.plan.members.clone(), own)?;
-        Ok(Some(Frame { plan: plan.into(), plan_id, peers, program, work_ms }))
+        Ok(Some(Frame { plan: plan.into(), plan_id, peers, program: program.into(), work_ms }))
     }
 
     /// Room for a share, if need be where other shares of the job were: these then wait in the host's memory.
@@ -158,6 +158,10 @@ impl Hands {
         let Source::Held { epoch: from, plan, step, alive } = &installation.source else { return Ok(None) };
         let before = Table::of(plan)?.named(&plan.members);
         let after = Table::of(&installation.plan)?.named(&installation.plan.members);
+        for plan in [&before, &after] {
+            plan.check(&self.assembled()?.chain)
+                .map_err(|error| CrewError::Table { what: error.to_string() })?;
+        }
         let transfer = Transfer::new(&before, (&after, &installation.plan.members), alive, own)?;
         let held = self.shares.get(from);
         match held {

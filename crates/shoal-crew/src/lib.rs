@@ -43,6 +43,7 @@ pub mod table;
 mod transfer;
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -154,16 +155,16 @@ impl Crew {
             // It has said why, and that this process should end.
             return;
         }
-        if !jobs.contains_key(&job) {
-            match hire(self.crewed.clone(), job) {
-                Ok(hired) => drop(jobs.insert(job, hired)),
+        let hired = match jobs.entry(job) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => match hire(self.crewed.clone(), job) {
+                Ok(hired) => entry.insert(hired),
                 Err(error) => {
                     let sentence = format!("a thread could not be started: {error}");
                     return self.crewed.note(job, None, sentence, true);
                 }
-            }
-        }
-        let hired = &jobs[&job];
+            },
+        };
         let stops = brake::Stops::of(&command);
         // First the command, then the brake: a thread that begins something looks for commands once its brake can be
         // reached, so it finds one or the other.

@@ -108,7 +108,10 @@ impl Peers {
 
     fn blame(&self, error: Error, rank: Option<usize>) -> CrewError {
         let culprit = rank.and_then(|rank| self.workers.get(rank)).copied();
-        CrewError::Net { error, culprit: culprit.filter(|worker| *worker != self.workers[self.rank]) }
+        CrewError::Net {
+            error: Box::new(error),
+            culprit: culprit.filter(|worker| *worker != self.workers[self.rank]),
+        }
     }
 }
 

@@ -136,12 +136,11 @@ impl Hands {
             let traced = executor.take_traced();
             let standing = executor.standing()?;
             let record = share.complete(&terms, &outcome);
-            let own = OwnWork::of(&program, &traced);
-            if timed {
+            let own = timed.then(|| OwnWork::of(&program, &traced));
+            if let Some(own) = &own {
                 own.add_to(&mut share.spent, every);
             }
-            let predicted_ms = share.work_ms.filter(|_| timed);
-            let pace = predicted_ms.map(|work_ms| (step, percent(own.useful_ms + own.recompute_ms, work_ms)));
+            let pace = own.zip(share.work_ms).map(|(own, work_ms)| (step, percent(own.total_ms(), work_ms)));
             let spent = share.spent;
             self.crewed.tell_step(self.job, epoch, Some(record));
             self.tell(EngineEvent::Moved { epoch, standing, pace, spent });
@@ -209,6 +208,10 @@ impl OwnWork {
             }
         }
         own
+    }
+
+    fn total_ms(&self) -> f64 {
+        self.useful_ms + self.recompute_ms
     }
 
     /// Steps that were not timed are taken for like this one. Waiting is not told apart by what it was for.

@@ -28,7 +28,7 @@ pub struct Share {
     pub plan_id: String,
     pub peers: Peers,
     pub abouts: BTreeMap<WorkerId, String>,
-    pub program: Program,
+    pub program: Arc<Program>,
     /// What own work in a step is predicted to take.
     pub work_ms: Option<f64>,
     pub predicted_ms: u64,

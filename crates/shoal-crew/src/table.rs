@@ -23,6 +23,9 @@ pub struct Table {
 impl Table {
     /// A plan for the controller, on these workers in the order of the table's devices. Devices that have no part in it are
     /// left out: a worker without one could not tell how far its job has come.
+    ///
+    /// # Panics
+    /// If a device with a part in it has no worker.
     pub fn message(self, workers: &[WorkerId], step_ms: u64) -> message::Plan {
         let used: Vec<usize> = parts(&self.plan).into_iter().collect();
         let members = used.iter().map(|device| workers[*device]).collect();

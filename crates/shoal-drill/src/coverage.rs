@@ -73,6 +73,7 @@ pub const ALL: &[&str] = &[
     "save: complete",
     "save: to make room",
     "save: passed over",
+    "save: interval chosen",
     "rest: queued",
     "rest: paused",
     "rest: failed",

@@ -7,7 +7,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
 use shoal_control::controller::record::{Change, Paced, Record};
-use shoal_control::controller::state::{Phase, Rest};
+use shoal_control::controller::state::{Interval, Phase, Rest};
 use shoal_control::controller::{self, Action, Proposal};
 use shoal_control::log::LogError;
 use shoal_control::message::{Epoch, JobId, Plan, Price, ToController, ToWorker, WorkerId};
@@ -370,6 +370,11 @@ impl<'a> World<'a> {
             self.coverage.record(record, job.is_some_and(|job| !job.checkpoints.is_empty()));
             if job.is_some_and(|job| !job.unreadable.is_empty()) {
                 self.coverage.count("save: passed over");
+            }
+            if matches!(record, Record::Job { change: Change::SaveBegun { .. }, .. })
+                && job.is_some_and(|job| job.spec.checkpoint_every == Interval::Auto)
+            {
+                self.coverage.count("save: interval chosen");
             }
             if let (Record::Job { job, change: Change::Restored { .. }, .. }, Some(keeper)) =
                 (record, &self.keeper)

@@ -240,13 +240,24 @@ impl Run {
     pub fn go(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {
         let gone = self.go_on(stop, on_event);
         // A save that was begun before a failure is still worth its end.
-        let settled = self.saver.settle(true);
-        if let Err(EngineError::Net(_)) = &gone
-            && let Err(also) = self.rescue(on_event)
-        {
-            return gone.map_err(|lost| EngineError::Unsaved { lost: Box::new(lost), also: Box::new(also) });
+        let mut settled = self.end_saving(on_event);
+        if let Err(EngineError::Net(_)) = &gone {
+            if let Err(also) = self.rescue(on_event) {
+                return gone
+                    .map_err(|lost| EngineError::Unsaved { lost: Box::new(lost), also: Box::new(also) });
+            }
+            settled = self.end_saving(on_event);
         }
-        settled.and(gone)
+        gone.and_then(|reason| settled.map(|()| reason))
+    }
+
+    /// Waits for what is still being written or removed.
+    fn end_saving(&mut self, on_event: &mut dyn FnMut(RunEvent)) -> Result {
+        self.saver.settle(true)?;
+        if self.members.len() < 2 {
+            self.note_saved(self.saver.done_bytes(), on_event)?;
+        }
+        self.saver.settle(true)
     }
 
     fn go_on(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {

@@ -168,9 +168,14 @@ impl Saver {
     /// that are no numbers: they must not push out the last checkpoint whose are. The last save must have ended.
     pub fn prepare(&mut self, held: &dyn Holding, waits: bool) -> Result<Prepared> {
         assert!(self.under_way.is_none(), "one save at a time");
+        // What was copied for a save that was never begun is of no use any more.
+        self.room = self.copy.take().or(self.room.take());
         let Some(part) = &self.part else { return Ok(Prepared::default()) };
         let room = match (waits, self.room.take()) {
-            (true, _) => Err(None),
+            (true, room) => {
+                self.room = room;
+                Err(None)
+            }
             (false, Some(room)) => Ok(room),
             (false, None) => part.room(held, self.roles.len()).map_err(Some),
         };
@@ -216,12 +221,14 @@ impl Saver {
     /// From now on writes all of the state, as one part, from this device alone.
     pub fn stand_alone(&mut self, plan: &Plan, device: usize) -> Result {
         self.part = Part::of(plan, &[device], device)?;
+        // The room is of the size of another part.
+        (self.room, self.copy) = (None, None);
         Ok(())
     }
 
-    /// Whether a save is still being written.
+    /// Whether a save has begun of which no end was noted yet.
     pub fn is_under_way(&self) -> bool {
-        self.under_way.as_ref().is_some_and(|under_way| !under_way.thread.is_finished())
+        self.under_way.is_some()
     }
 
     /// Takes note of a save that has ended, where it has; waits for it if asked to.
@@ -229,7 +236,7 @@ impl Saver {
         if let Some(removing) = self.removing.take_if(|removing| waits || removing.is_finished()) {
             joined(removing)?;
         }
-        if !waits && self.is_under_way() {
+        if !waits && self.under_way.as_ref().is_some_and(|under_way| !under_way.thread.is_finished()) {
             return Ok(());
         }
         let Some(UnderWay { step, began, thread }) = self.under_way.take() else { return Ok(()) };
@@ -273,11 +280,14 @@ impl Part {
         roles * self.shares.iter().map(|share| share.slice.count()).sum::<usize>()
     }
 
-    /// Host memory for a copy, or how many bytes that is and how many are free.
+    /// Host memory for a copy, or how many bytes that is and how many are free beside what steps have needed so far.
     fn room(&self, held: &dyn Holding, roles: usize) -> std::result::Result<Tensor, (u64, u64)> {
         let (arena, elements) = (held.host().arena(), self.elements(roles));
-        let refused = |_| (4 * elements as u64, arena.budget().saturating_sub(arena.used()));
-        Tensor::new(arena, "the copy of a checkpoint", elements).map_err(refused)
+        let (needed, free) = (4 * elements as u64, arena.budget().saturating_sub(arena.peak()));
+        if needed > free {
+            return Err((needed, free));
+        }
+        Tensor::new(arena, "the copy of a checkpoint", elements).map_err(|_| (needed, free))
     }
 
     /// Copies all that is to be written, and returns a parameter's value that is no number.

@@ -1,6 +1,7 @@
 //! Where mixtures earn their place: two machines of unequal GPUs joined by 10 Gbit/s, and models whose state fits no single
 //! GPU of them. The best plan of every pure shape stands beside the best pipeline of groups.
 //!
+//! The bound is what no plan is below: all devices computing all the time, nothing made again, nothing moved.
 //! Pipelines are given every chance: the search is asked for several numbers of replicas, and the search for groups for
 //! groups of one device. Words after the command keep only the rows that contain them all.
 
@@ -45,7 +46,7 @@ fn main() -> Result<(), PlayError> {
         [("qwen2-1.5b", preset("qwen2-1.5b")), ("gpt2-1.5b", preset("gpt2-1.5b")), ("llama-3b", llama)];
     println!("step in ms; the ratio is that of the best pure shape's to the mixture's");
     println!(
-        "fleet                   model       tokens  samples  pipeline  sharded    burst    mixed  ratio  groups"
+        "fleet                   model       tokens  samples  pipeline  sharded    burst    mixed    bound  ratio  groups"
     );
     for machines in FLEETS {
         let fleet = Fleet::parse(&machines.map(node).concat(), "fleet").expect("the fleet is one");
@@ -102,15 +103,29 @@ fn row(label: &str, chain: &Chain, step: StepShape, fleet: &Fleet) -> Result<(),
         false => "-".to_owned(),
     };
     println!(
-        "{label} {:>9} {:>8} {:>8} {:>8} {:>6.2}  {}",
+        "{label} {:>9} {:>8} {:>8} {:>8} {:>8} {:>6.2}  {}",
         shown(pipeline),
         shown(sharded),
         shown(burst),
         shown(seconds),
+        shown(bound(chain, step, fleet, &costs)),
         pipeline.min(sharded).min(burst) / seconds,
         mixed.map_or(String::new(), |planned| groups(&planned.mixed, fleet))
     );
     Ok(())
+}
+
+/// Seconds of all samples if every device computes whole samples as fast as it can.
+fn bound(chain: &Chain, step: StepShape, fleet: &Fleet, costs: &Costs) -> f64 {
+    let of_sample = |device: usize, samples: usize| -> f64 {
+        let of_layer = |layer| costs.forward(layer, device, samples) + costs.backward(layer, device, samples);
+        (0..chain.layers.len()).map(of_layer).sum::<f64>() / samples as f64
+    };
+    let rate = |device: usize| {
+        let sizes = (1..=step.global_batch).map(|samples| of_sample(device, samples));
+        1.0 / sizes.fold(f64::INFINITY, f64::min)
+    };
+    step.global_batch as f64 / (0..fleet.devices.len()).map(rate).sum::<f64>()
 }
 
 /// Each stage's devices and number of layers.

@@ -3,12 +3,14 @@
 //!
 //! - [`table`]: from a pipeline to its table.
 //! - [`plan`]: the search for the best one. It divides the devices among replicas (`divide`), cuts the chain for each
-//!   by what stages take (`stages`, `cuts`), gives each its samples (`shares`), and has the best tried out (`trial`).
+//!   by what stages take (`stages`, `cuts`), gives each its samples (`shares`), and has the best tried out (`trial`), with
+//!   their ends on one device too where these share a tensor (`looped`).
 //! - [`varuna`]: the pipelines of a published system beside ours.
 
 mod candidate;
 mod cuts;
 mod divide;
+mod looped;
 mod outcome;
 mod polish;
 mod rating;

@@ -261,6 +261,29 @@ fn a_model_that_fits_no_device_gets_a_plan() {
     assert!(planned.runner_up.is_some_and(|other| other.seconds >= planned.seconds));
 }
 
+/// An embedding that is the head's matrix too is a third of this model: at both ends of a pipeline it would cross the
+/// network after every step.
+#[test]
+fn ends_that_share_a_matrix_share_a_device() {
+    let chain = Chain::new(&presets::gpt2(50257, 512, 8, 8, 128));
+    let step = shape(32, 128);
+    let fleet = fleet(&[("V100", 2 << 30), ("V100", 2 << 30), ("V100", 2 << 30)], "10 Gbit/s");
+    let costs = Costs::new(&chain, &fleet, None, Precision::Fp32, 128).unwrap();
+    let wanted =
+        PipelineWanted { devices: Some(rows(&fleet)), replicas: Some(1), ..PipelineWanted::default() };
+    let planned = plan(&chain, step, &fleet, &costs, &wanted).unwrap();
+    assert_sound(&chain, step, &fleet, &costs, &planned);
+    let stages = &planned.pipeline.replicas[0].stages;
+    assert_eq!(stages.len(), 4);
+    assert_eq!(stages[0].device, stages[3].device);
+    let mut open = planned.pipeline.clone();
+    let replica = &mut open.replicas[0];
+    let ends = replica.stages.pop().unwrap();
+    replica.stages[2].layers.end = ends.layers.end;
+    let parted = seconds(&chain, step, &fleet, &costs, &open).unwrap();
+    assert!(planned.seconds < 0.9 * parted, "{} against {parted}", planned.seconds);
+}
+
 #[test]
 fn what_fits_nowhere_is_refused_with_what_is_missing() {
     let chain = Chain::new(&presets::gpt2(50257, 1024, 24, 16, 1024));

@@ -12,11 +12,12 @@ use shoal_engine::{Executor, KindRate, ModelState, Replay, RunSettings, Tiers, r
 use shoal_kernels::cuda::GpuFacts;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
 use shoal_model::{Chain, ImageShape, Layer, LayerKind, Precision, TensorSpec};
+use shoal_net::Fabric;
 use shoal_nn::init;
 use shoal_nn::layer::element;
 use shoal_plan::{
-    Activations, DeviceOffer, Plan, Planned, Preferences, Purpose, StepShape, forecast, plan_one_device,
-    verify,
+    Activations, DeviceOffer, Layout, Plan, PlanError, Planned, Preferences, Purpose, StepShape, forecast,
+    plan_one_device, verify,
 };
 use shoal_planner::GPU_PROCESS_BYTES;
 use shoal_state::hugging_face::Folder;
@@ -24,6 +25,7 @@ use shoal_state::hugging_face::Folder;
 use crate::error::{CliError, Result};
 use crate::job::{DeviceChoice, ImageReading, Job, Weights};
 use crate::machine;
+use crate::spill;
 
 /// The devices' names in plans and errors.
 const CPU: &str = "cpu:0";
@@ -37,9 +39,6 @@ pub const PROCESS_BYTES: u64 = 20 << 20;
 /// Held-out tokens are masked alike in every run, so that held-out losses can be compared; by a seed that no
 /// job is likely to have, so that held-out masks are never those trained on.
 const EVAL_MASK_SEED: u64 = 0x6865_6c64_206f_7574;
-
-/// The share of the available memory a device gets where the job sets no budget.
-const DEFAULT_SHARE: f64 = 0.9;
 
 /// The local device, described: the processor, or the first GPU.
 pub struct LocalDevice {
@@ -73,7 +72,7 @@ impl LocalDevice {
             eprintln!("note: compiling the kernels for {}; once, some seconds", facts.model);
         }
         let free_bytes = free_bytes.saturating_sub(GPU_PROCESS_BYTES);
-        let budget_bytes = memory_bytes.unwrap_or((free_bytes as f64 * DEFAULT_SHARE) as u64);
+        let budget_bytes = memory_bytes.unwrap_or((free_bytes as f64 * machine::DEFAULT_SHARE) as u64);
         Ok(LocalDevice { gpu: Some(facts), budget_bytes, ..device })
     }
 
@@ -81,7 +80,7 @@ impl LocalDevice {
     pub fn new(memory_bytes: Option<u64>, threads: Option<usize>) -> LocalDevice {
         let threads = threads.unwrap_or_else(machine::cores);
         let available = machine::available_bytes().saturating_sub(PROCESS_BYTES);
-        let budget_bytes = memory_bytes.unwrap_or((available as f64 * DEFAULT_SHARE) as u64);
+        let budget_bytes = memory_bytes.unwrap_or((available as f64 * machine::DEFAULT_SHARE) as u64);
         LocalDevice {
             gpu: None,
             processor: machine::processor(),
@@ -153,6 +152,11 @@ impl LocalDevice {
             workspace_bytes: self.workspace_bytes(),
             rows_enough: if self.gpu.is_some() { CudaDevice::ROWS_ENOUGH } else { CpuDevice::ROWS_ENOUGH },
         }
+    }
+
+    /// The machine's name in plans, of which the device's is made.
+    pub fn node(&self) -> &'static str {
+        self.name().trim_end_matches(":0")
     }
 
     /// The device's name in plans and errors.
@@ -297,10 +301,21 @@ pub fn step_shape(job: &Job) -> StepShape {
     }
 }
 
-/// Plans a job's step on the local device.
+/// Plans a job's step on the local device. A model that does not fit a GPU streams through it.
 pub fn plan(job: &Job, chain: &Chain, device: &LocalDevice) -> Result<Planned> {
     device.assert_takes(job)?;
-    Ok(plan_one_device(chain, step_shape(job), &device.offer(), job.preferences)?)
+    let refused = match plan_one_device(chain, step_shape(job), &device.offer(), job.preferences) {
+        Ok(planned) => return Ok(planned),
+        Err(refused) => refused,
+    };
+    // Of a processor's budget its host's memory is a part: there is nowhere else but the disk, which nobody asked for.
+    if matches!(refused, PlanError::TooSmall { .. }) && device.gpu.is_some() {
+        let around = spill::Around::of(&job.run_folder);
+        if let Some(planned) = spill::plan(chain, step_shape(job), device, around)? {
+            return Ok(planned);
+        }
+    }
+    Err(refused.into())
 }
 
 /// How a plan cuts the batch, for the run folder to remember.
@@ -355,24 +370,45 @@ fn output_names(chain: &Chain) -> Vec<&str> {
     slots.filter(|(slot, _)| slot.is_output()).map(|(_, index)| chain.tensors[*index].name.as_str()).collect()
 }
 
-/// Room for a job's model, and `host_bytes` for a copy of its state; its parameters are set unless a checkpoint will set
-/// them.
+/// Room for a job's model on the local device; its parameters are set unless a checkpoint will set them.
 pub fn executor(
     job: &Job,
     chain: &Chain,
-    device: Arc<dyn Device>,
-    host_bytes: u64,
+    device: &LocalDevice,
+    planned: &Planned,
     set_parameters: bool,
 ) -> Result<Executor> {
-    let optimizer = &job.optimizer;
-    let mut state = ModelState::allocate(&*device, chain, job.sequence, job.precision, Some(optimizer))?;
-    if set_parameters {
-        set_initial(job, chain, |set| Ok(state.fill(&*device, chain, set)?))?;
+    let (precision, deterministic) = (job.precision, job.deterministic);
+    if spill::is_spilled(&planned.plan) {
+        let folder = job.run_folder.join("spilled");
+        let around = spill::Around::of(&job.run_folder);
+        let tiers = spill::tiers(device, around, planned, precision, deterministic, &folder)?;
+        return share_executor(job, chain, &planned.plan, 0, tiers, None, set_parameters);
     }
-    let tiers = Tiers::with_room(device, host_bytes)?;
-    let mut executor = Executor::with(tiers, None, chain.clone(), job.sequence, state)?;
+    // Room for a copy of the state too, from which checkpoints are written while training goes on.
+    let room_bytes = device.host_room_bytes(planned.memory.total());
+    let tiers = Tiers::with_room(device.open(precision, deterministic)?, room_bytes)?;
+    let mut executor = share_executor(job, chain, &planned.plan, 0, tiers, None, set_parameters)?;
     executor.set_replay(job.graphs.unwrap_or_else(|| usual_replay(chain)));
     Ok(executor)
+}
+
+/// One of a plan's devices, with its share of a job's model; parameters as above.
+pub fn share_executor(
+    job: &Job,
+    chain: &Chain,
+    plan: &Plan,
+    index: usize,
+    tiers: Tiers,
+    fabric: Option<Arc<Fabric>>,
+    set_parameters: bool,
+) -> Result<Executor> {
+    let layout = Layout::new(plan, chain);
+    let mut state = ModelState::allocate_share(&tiers, &layout, index, Some(&job.optimizer))?;
+    if set_parameters {
+        set_initial(job, chain, |set| Ok(state.load(&tiers, chain, &[], 0, |spec, _, out| set(spec, out))?))?;
+    }
+    Ok(Executor::with(tiers, fabric, chain.clone(), job.sequence, state)?)
 }
 
 /// What a job's run is to do, on devices of these kinds.

@@ -2,6 +2,10 @@
 //! what is really there, containers included.
 
 use std::fs;
+use std::path::Path;
+
+/// The share of what can still be had that a run takes where nothing is said.
+pub const DEFAULT_SHARE: f64 = 0.9;
 
 /// The processor's name as the system gives it.
 pub fn processor() -> String {
@@ -19,6 +23,17 @@ pub fn cores() -> usize {
 pub fn available_bytes() -> u64 {
     let system = meminfo("MemAvailable:").unwrap_or(4 << 30);
     container_limit_bytes().map_or(system, |limit| system.min(limit))
+}
+
+/// Of it, what a run may take where nothing is said.
+pub fn budget_bytes() -> u64 {
+    (available_bytes() as f64 * DEFAULT_SHARE) as u64
+}
+
+/// Bytes that can still be written into a folder, or where it would be made.
+pub fn free_disk_bytes(folder: &Path) -> u64 {
+    let there = folder.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
+    rustix::fs::statvfs(there).map_or(0, |disk| disk.f_bavail * disk.f_frsize)
 }
 
 pub fn total_bytes() -> u64 {

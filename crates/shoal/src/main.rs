@@ -12,6 +12,7 @@ mod model_folder;
 mod preprocessor;
 mod run_folder;
 mod show;
+mod spill;
 mod timeline;
 
 use std::process::ExitCode;

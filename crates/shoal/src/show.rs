@@ -9,7 +9,7 @@ use shoal_data::Dataset;
 use shoal_engine::RunEvent;
 use shoal_engine::metrics::{RecentLosses, StepRecord};
 use shoal_model::{Chain, Model};
-use shoal_plan::{Activations, Planned};
+use shoal_plan::{Activations, MemoryForecast, Planned};
 
 use crate::assemble::LocalDevice;
 use crate::job::{Job, bytes_text, duration_text};
@@ -173,7 +173,7 @@ pub fn banner(
             bytes_text(memory.optimizer),
             bytes_text(memory.values),
             if recomputed { "recomputed" } else { "kept" }
-        ),
+        ) + &elsewhere(memory),
         format!(
             "  run      {}, plan {}: {}",
             job.run_folder.display(),
@@ -182,6 +182,21 @@ pub fn banner(
         ),
     ];
     lines.join("\n")
+}
+
+/// What of a model that does not fit its device waits beside it.
+pub fn elsewhere(memory: &MemoryForecast) -> String {
+    match (memory.host, memory.disk) {
+        (0, 0) => String::new(),
+        (host, 0) => {
+            format!("\n           streams through the device: {} wait in host memory", bytes_text(host))
+        }
+        (host, disk) => format!(
+            "\n           streams through the device: {} wait in host memory, {} on disk",
+            bytes_text(host),
+            bytes_text(disk)
+        ),
+    }
 }
 
 /// The line that stays current.

@@ -6,12 +6,12 @@ use std::collections::BTreeSet;
 
 use shoal_plan::{Closing, Standing, meet};
 
-use super::allocation::{Targets, available, targets};
+use super::allocation::{Share, Shares};
 use super::interval::save_every_steps;
 use super::payback::{changes_every_ms, weigh};
 use super::record::{Change, Failure, Loss, Paced, Record, Why};
 use super::state::{Base, Interval, Job, Phase, Rest, Wish};
-use super::{Controller, NOTICE_MS_MAX, Proposal, Work};
+use super::{Controller, NOTICE_MS_MAX, Proposal, Scope, Work};
 use crate::bug::Bug;
 use crate::message::{
     Checkpoint, Epoch, JobId, Obstacle, Part, Plan, Progress, Save, Saved, Spent, Stage, Status, WorkerId,
@@ -21,18 +21,26 @@ use crate::message::{
 const STRIKES_MAX: u32 = 2;
 
 impl Controller {
-    pub(super) fn next(&mut self, now_ms: u64) -> Option<Record> {
-        let of_members = self.dismiss(now_ms).or_else(|| self.quarantine(now_ms));
-        if of_members.is_some() {
-            return of_members;
+    pub(super) fn next(&mut self, now_ms: u64, scope: &Scope) -> Option<Record> {
+        if matches!(scope, Scope::All) {
+            let of_members = self.dismiss(now_ms).or_else(|| self.quarantine(now_ms));
+            if of_members.is_some() {
+                return of_members;
+            }
         }
-        let targets = self.targets.take().unwrap_or_else(|| targets(&self.state));
+        let shares = self.shares.take().unwrap_or_else(|| Shares::new(&self.state));
         let next_of = |(id, job): (&JobId, &Job)| {
-            let change = self.next_of(now_ms, *id, job, &targets)?;
+            let change = self.next_of(now_ms, *id, job, shares.of(*id))?;
             Some(Record::Job { job: *id, at_ms: now_ms, change })
         };
-        let of_jobs = self.state.jobs.iter().find_map(next_of);
-        self.targets = Some(targets);
+        let of_jobs = match scope {
+            Scope::All => self.state.jobs.iter().find_map(next_of),
+            Scope::Jobs(ids) => {
+                let told = ids.iter().filter_map(|id| self.state.jobs.get_key_value(id));
+                told.into_iter().find_map(next_of)
+            }
+        };
+        self.shares = Some(shares);
         of_jobs
     }
 
@@ -115,23 +123,23 @@ impl Controller {
         }
     }
 
-    fn next_of(&self, now_ms: u64, id: JobId, job: &Job, targets: &Targets) -> Option<Change> {
+    fn next_of(&self, now_ms: u64, id: JobId, job: &Job, share: &Share) -> Option<Change> {
         match &job.phase {
             Phase::Resting(Rest::Done | Rest::Cancelled) => None,
-            Phase::Resting(rest) => self.leave_rest(id, job, *rest, targets),
-            Phase::Planning { next } => self.plan(id, job, next.as_ref(), targets),
-            Phase::Moving { plan, sources } => self.moving(id, job, plan, sources, targets),
-            Phase::Running => self.running(now_ms, id, job, targets),
+            Phase::Resting(rest) => self.leave_rest(job, *rest, share),
+            Phase::Planning { next } => self.plan(id, job, next.as_ref(), share),
+            Phase::Moving { plan, sources } => self.moving(id, job, plan, sources, share),
+            Phase::Running => self.running(now_ms, id, job, share),
             Phase::Stopping { after, .. } => self.stopping(now_ms, id, job, *after),
             Phase::Settling { step, .. } => self.settling(id, job, *step),
             Phase::Saving => self.saving(id, job),
         }
     }
 
-    fn leave_rest(&self, id: JobId, job: &Job, rest: Rest, targets: &Targets) -> Option<Change> {
+    fn leave_rest(&self, job: &Job, rest: Rest, share: &Share) -> Option<Change> {
         match (job.wish, rest) {
             (Wish::Run, _) if job.has_failed() => None,
-            (Wish::Run, _) => self.ask(id, job, targets),
+            (Wish::Run, _) => self.ask(job, share),
             (Wish::Pause, Rest::Queued) => Some(Change::Rested { rest: Rest::Paused }),
             (Wish::Pause, _) => None,
             (Wish::Cancel, _) => Some(Change::Rested { rest: Rest::Cancelled }),
@@ -139,16 +147,22 @@ impl Controller {
     }
 
     /// Asks the planner, unless it would be the same question again.
-    fn ask(&self, id: JobId, job: &Job, targets: &Targets) -> Option<Change> {
-        let workers = available(&self.state, targets, id);
-        let paced: Vec<Paced> =
-            workers.iter().map(|worker| (*worker, self.state.members[worker].pace_percent)).collect();
-        let enough = workers.len() >= job.spec.workers_min.max(1);
-        let same = job.asked.as_ref().or(job.weighed.as_ref()) == Some(&paced);
+    fn ask(&self, job: &Job, share: &Share) -> Option<Change> {
+        let pace = |worker: &WorkerId| Some((*worker, self.state.members.get(worker)?.pace_percent));
+        let paced: Vec<Paced> = share.available.iter().filter_map(pace).collect();
+        let enough = paced.len() >= job.spec.workers_min.max(1);
+        let same = match (&job.asked, &job.weighed) {
+            (Some(asked), _) => *asked == paced,
+            // The plan in force was not worse than any on these and others: fewer give no better one.
+            (None, Some(weighed)) if job.phase == Phase::Running => {
+                paced.iter().all(|paced| weighed.contains(paced))
+            }
+            (None, weighed) => weighed.as_ref() == Some(&paced),
+        };
         (enough && !same).then_some(Change::Asked { request: job.request + 1, workers: paced })
     }
 
-    fn plan(&self, id: JobId, job: &Job, next: Option<&Plan>, targets: &Targets) -> Option<Change> {
+    fn plan(&self, id: JobId, job: &Job, next: Option<&Plan>, share: &Share) -> Option<Change> {
         if job.held().is_some_and(|plan| !self.covers(plan)) {
             return Some(Change::Restored { spent: self.spent(id, job) });
         }
@@ -158,7 +172,7 @@ impl Controller {
                 false => self.begin_save(job, plan, job.committed),
             };
         }
-        let workers = available(&self.state, targets, id);
+        let workers = &share.available;
         let enough = workers.len() >= job.spec.workers_min.max(1);
         if job.wish == Wish::Run && !job.is_finished() && !job.has_failed() && enough {
             if let Some(plan) = next.filter(|plan| plan.members.iter().all(|member| workers.contains(member)))
@@ -167,7 +181,7 @@ impl Controller {
             }
             // One that waits gives its workers back: others may be waiting for them.
             let refused = job.asked.is_none() && job.weighed.is_some();
-            let question = self.ask(id, job, targets);
+            let question = self.ask(job, share);
             if question.is_some() || !refused {
                 return question;
             }
@@ -221,8 +235,8 @@ impl Controller {
             }
             Ok(Proposal { plan, move_ms }) => match &job.phase {
                 Phase::Planning { .. } => {
-                    let targets = targets(&self.state);
-                    let workers = available(&self.state, &targets, id);
+                    let shares = Shares::new(&self.state);
+                    let workers = &shares.of(id).available;
                     let held = job.held().is_none_or(|plan| self.covers(plan));
                     if !held
                         || job.wish != Wish::Run
@@ -255,14 +269,13 @@ impl Controller {
         job: &Job,
         plan: &Plan,
         sources: &[WorkerId],
-        targets: &Targets,
+        share: &Share,
     ) -> Option<Change> {
         let abandon = |why| Some(Change::Abandoned { why });
         if job.wish != Wish::Run {
             return abandon(Failure::Wished);
         }
-        let target = targets.get(&id);
-        let usable = |worker: &WorkerId| target.is_some_and(|target| target.contains(worker));
+        let usable = |worker: &WorkerId| share.target.contains(worker);
         if !plan.members.iter().all(usable) || !sources.iter().all(|source| self.state.is_alive(*source)) {
             return abandon(Failure::Member);
         }
@@ -278,19 +291,14 @@ impl Controller {
         self.all_but_last(&plan.members, Bug::StartUnready).all(ready).then_some(Change::Started)
     }
 
-    fn running(&self, now_ms: u64, id: JobId, job: &Job, targets: &Targets) -> Option<Change> {
+    fn running(&self, now_ms: u64, id: JobId, job: &Job, share: &Share) -> Option<Change> {
         let plan = job.held()?;
         if let Some((step, closing)) = self.progress(id, job, plan) {
             return Some(Change::Committed { step, closing });
         }
         let stop = |after, why| Some(Change::Stopping { after, why, next: None });
-        let target = targets.get(&id);
-        let taken: Vec<WorkerId> = plan
-            .members
-            .iter()
-            .copied()
-            .filter(|worker| !target.is_some_and(|t| t.contains(worker)))
-            .collect();
+        let taken: Vec<WorkerId> =
+            plan.members.iter().copied().filter(|worker| !share.target.contains(worker)).collect();
         if !plan.members.iter().all(|worker| self.state.is_alive(*worker)) {
             return stop(None, Why::Lost);
         }
@@ -313,7 +321,7 @@ impl Controller {
             let in_time = by_ms.is_none_or(|by| by > now_ms + 2 * plan.step_ms);
             return stop(end.filter(|_| in_time), Why::Taken);
         }
-        self.save_running(id, job, plan).or_else(|| self.ask(id, job, targets))
+        self.save_running(id, job, plan).or_else(|| self.ask(job, share))
     }
 
     /// Begins a checkpoint when one is due, and ends it.
@@ -322,7 +330,8 @@ impl Controller {
             return self.end_save(id, job, save);
         }
         let step = job.committed.saturating_add(self.settings.save_ahead_steps);
-        let due = job.committed >= job.saved_step() + self.save_every_steps(job) && step < job.spec.steps;
+        let due_step = job.saved_step().saturating_add(self.save_every_steps(job));
+        let due = job.committed >= due_step && step < job.spec.steps;
         if due { self.begin_save(job, plan, step) } else { None }
     }
 

@@ -33,6 +33,8 @@ pub enum Misfit {
     Books { counted: u64, undone: u64, committed: u64 },
     #[error("checkpoints are out of order, or of steps that were not done")]
     Checkpoints,
+    #[error("the parts of a receipt do not add up")]
+    Receipt,
     #[error("nothing of the kind was under way")]
     Phase,
     #[error(transparent)]
@@ -208,6 +210,9 @@ impl Job {
         }
         if counted.checked_sub(undone) != Some(committed) {
             return Err(Misfit::Books { counted, undone, committed });
+        }
+        if !self.receipt.adds_up() {
+            return Err(Misfit::Receipt);
         }
         self.goes_on(committed, self.closing)?;
         self.check_checkpoints()?;

@@ -372,7 +372,7 @@ impl Job {
             Failure::Worker(reason) => (reason.as_str(), INSTALL_TRIES_MAX),
             Failure::Source(reason) => (reason.as_str(), READ_TRIES_MAX),
         };
-        self.tries += 1;
+        self.tries = self.tries.saturating_add(1);
         if self.tries < tries_max {
             return;
         }

@@ -205,6 +205,14 @@ impl Receipt {
         }
     }
 
+    /// Whether all time is in exactly one of its parts.
+    pub(super) fn adds_up(&self) -> bool {
+        let mut sum = Amount::default();
+        [self.settled, self.unsaved, self.unreadable].iter().for_each(|parts| sum.add(parts.sum()));
+        [self.running_saved, self.running, self.step].into_iter().for_each(|amount| sum.add(amount));
+        sum.worker_ms == self.whole.worker_ms
+    }
+
     /// Until when it is counted.
     pub fn at_ms(&self) -> u64 {
         self.at_ms

@@ -67,6 +67,7 @@ impl State {
                 };
                 self.members.insert(*worker, member);
                 self.changed(*at_ms);
+                self.hope();
             }
             Record::Lost { worker, how, at_ms } => {
                 self.members.remove(worker);
@@ -83,12 +84,16 @@ impl State {
                 self.member(*worker, |member| member.leaves_by_ms = Some(*by_ms))
             }
             Record::Paced { worker, percent } => {
-                self.member(*worker, |member| member.pace_percent = *percent)
+                self.member(*worker, |member| member.pace_percent = *percent);
+                self.hope();
             }
             Record::Quarantined { worker, until_ms } => {
                 self.member(*worker, |member| member.quarantined_until_ms = Some(*until_ms));
             }
-            Record::Cleared { worker } => self.member(*worker, |member| member.quarantined_until_ms = None),
+            Record::Cleared { worker } => {
+                self.member(*worker, |member| member.quarantined_until_ms = None);
+                self.hope();
+            }
             Record::Submitted { job, spec, .. } => drop(self.jobs.insert(*job, Job::new(spec.clone()))),
             Record::Job { job, at_ms, change } => {
                 let job = self.jobs.get_mut(job).ok_or(Misfit::NoJob(*job))?;
@@ -104,6 +109,14 @@ impl State {
     fn member(&mut self, worker: WorkerId, change: impl FnOnce(&mut Member)) {
         if let Some(member) = self.members.get_mut(&worker) {
             change(member);
+        }
+    }
+
+    /// There are other workers than those that planners were asked about: more of them may help after all.
+    fn hope(&mut self) {
+        for job in self.jobs.values_mut() {
+            let count = job.held().map_or(0, |plan| plan.members.len());
+            job.foreseen.retain(|workers, _| *workers <= count);
         }
     }
 

@@ -15,11 +15,12 @@ use shoal_control::controller::{Action, Event, Proposal, Step};
 use shoal_control::disk::Folder;
 use shoal_control::message::{Epoch, JobId, ToWorker, WorkerId};
 use shoal_crew::{Table, save_number};
+use shoal_net::identity::Authority;
 use shoal_state::checkpoint::Store;
 
 use crate::job::Description;
 use crate::tables;
-use crate::worker::{Said, Told, settings};
+use crate::worker::{PEMS, Said, Told, settings};
 
 pub const JOB: JobId = JobId(1);
 /// Nothing takes this long, however busy the machine is.
@@ -50,8 +51,10 @@ pub struct Fleet {
     pub losses: BTreeMap<u64, BTreeMap<Epoch, f64>>,
     pub changes: Vec<Change>,
     pub notices: Vec<String>,
-    /// Which shape the planner begins with.
+    paces: BTreeMap<WorkerId, u32>,
+    /// Which shape the planner begins with. Workers of odd ones prove who they are.
     shape: u64,
+    authority: Authority,
 }
 
 impl Fleet {
@@ -71,7 +74,9 @@ impl Fleet {
             losses: BTreeMap::new(),
             changes: Vec::new(),
             notices: Vec::new(),
+            paces: BTreeMap::new(),
             shape,
+            authority: Authority::new().expect("an authority"),
             description,
         };
         fleet.open();
@@ -112,7 +117,11 @@ impl Fleet {
     pub fn add(&mut self, name: &str) {
         let own = std::env::current_exe().expect("the test's own path");
         let mut command = Command::new(own);
-        command.args(["worker", name]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.args(["worker", name]);
+        if self.shape % 2 == 1 {
+            command.arg(self.identity(name));
+        }
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().expect("a worker starts");
         let output = BufReader::new(child.stdout.take().expect("piped"));
         let input = child.stdin.take().expect("piped");
@@ -127,6 +136,36 @@ impl Fleet {
             }
         });
         self.workers.insert(name.to_owned(), Process { child, input });
+    }
+
+    /// A folder with what a worker proves itself by.
+    fn identity(&self, name: &str) -> PathBuf {
+        let folder = self.description.folder.join(format!("identity-{name}"));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let identity = self.authority.issue(name).expect("an identity");
+        let pems = [identity.certificate_pem(), identity.key_pem(), identity.authority_pem()];
+        for (file, pem) in PEMS.iter().zip(pems) {
+            std::fs::write(folder.join(file), pem).expect("it can be written");
+        }
+        folder
+    }
+
+    /// Stops a process in its tracks, or has it go on.
+    pub fn freeze(&self, name: &str, frozen: bool) {
+        let signal = if frozen { "-STOP" } else { "-CONT" };
+        let process = self.workers[name].child.id().to_string();
+        assert!(Command::new("kill").args([signal, &process]).status().expect("kill runs").success());
+    }
+
+    /// What a worker's own work was found to take, in percent of what was predicted.
+    pub fn pace(&self, name: &str) -> Option<u32> {
+        let paces = self.paces.iter().filter(|(worker, _)| self.names[worker] == name);
+        paces.map(|(_, percent)| *percent).max()
+    }
+
+    /// The numbers that a name was given.
+    pub fn lives(&self, name: &str) -> usize {
+        self.names.values().filter(|other| *other == name).count()
     }
 
     /// Ends a process without notice.
@@ -184,8 +223,10 @@ impl Fleet {
         let state = self.keeper.as_ref().expect("it just stepped").state();
         self.names.extend(state.members.iter().map(|(worker, member)| (*worker, member.name.clone())));
         for record in step.records {
-            if let Record::Job { change, .. } = record {
-                self.changes.push(change);
+            match record {
+                Record::Job { change, .. } => self.changes.push(change),
+                Record::Paced { worker, percent } => drop(self.paces.insert(worker, percent)),
+                _ => {}
             }
         }
         for action in step.actions {
@@ -200,7 +241,8 @@ impl Fleet {
                     let workers: Vec<WorkerId> = workers.into_iter().map(|(worker, _)| worker).collect();
                     let plan = tables::shaped(self.shape + request, workers.len());
                     let step_ms = 600 / workers.len() as u64;
-                    let plan = Table { plan, work_ms: Vec::new() }.message(&workers, step_ms);
+                    let work_ms = tables::work_ms(&plan, self.description.paced_us);
+                    let plan = Table { plan, work_ms }.message(&workers, step_ms);
                     self.step(Event::Planned { job, request, answer: Ok(Proposal { plan, move_ms: 10 }) });
                 }
                 Action::KeepCheckpoints { ids, .. } => {

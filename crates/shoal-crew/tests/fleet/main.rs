@@ -29,14 +29,16 @@ const DEVICE_BYTES: u64 = 32 << 20;
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
     if arguments.get(1).is_some_and(|word| word == "worker") {
-        return worker::run(&arguments[2]);
+        return worker::run(&arguments[2], arguments.get(3));
     }
     let only = std::env::var("SHOAL_ONLY").ok();
-    let scenarios: [(&str, fn()); 10] = [
+    let scenarios: [(&str, fn()); 12] = [
         ("uninterrupted", uninterrupted),
         ("joined", joined),
         ("killed", killed),
         ("killed_while_moving", killed_while_moving),
+        ("frozen", frozen),
+        ("slow", slow),
         ("two_at_once", two_at_once),
         ("taken_away", taken_away),
         ("controller_lost", controller_lost),
@@ -65,14 +67,24 @@ struct Course {
 
 impl Course {
     fn new(workers: usize, shape: u64, checkpoint_every: u64, device_bytes: u64) -> Course {
+        Course::of(workers, shape, checkpoint_every, |usual| Description { device_bytes, ..usual })
+    }
+
+    fn of(
+        workers: usize,
+        shape: u64,
+        checkpoint_every: u64,
+        change: impl FnOnce(Description) -> Description,
+    ) -> Course {
         let folder = tempfile::tempdir().expect("a folder");
-        let description = Description {
+        let description = change(Description {
             folder: folder.path().to_owned(),
             steps: STEPS,
-            device_bytes,
+            device_bytes: DEVICE_BYTES,
             paced_us: 1_000,
             lr: LR,
-        };
+            slow: None,
+        });
         Course { fleet: Fleet::new(description, workers, shape, checkpoint_every), _folder: folder }
     }
 
@@ -102,7 +114,7 @@ fn restored(fleet: &Fleet) -> usize {
 }
 
 fn started(fleet: &Fleet) -> usize {
-    fleet.changes.iter().filter(|change| matches!(change, Change::Started { .. })).count()
+    fleet.changes.iter().filter(|change| matches!(change, Change::Started)).count()
 }
 
 /// Steps that were done more than once.
@@ -196,6 +208,33 @@ fn killed_while_moving() {
     }
 }
 
+/// A worker stops in its tracks. The others go on without it; when it wakes it does nothing of what it was at, and joins
+/// as another one.
+fn frozen() {
+    for shape in 0..3 {
+        let mut course = Course::new(3, shape, 1_000, DEVICE_BYTES);
+        course.fleet.until_step(10);
+        let victim = course.fleet.members()[shape as usize].clone();
+        course.fleet.freeze(&victim, true);
+        let gone = victim.clone();
+        course.fleet.until("a plan without it", |fleet| !fleet.members().contains(&gone));
+        let step = course.fleet.job().committed + 3;
+        course.fleet.until_step(step);
+        course.fleet.freeze(&victim, false);
+        course.fleet.until("its return", |fleet| fleet.lives(&gone) == 2);
+        let fleet = course.check();
+        assert_eq!(restored(&fleet), 0);
+        assert!(done_again(&fleet) <= 2);
+    }
+}
+
+/// A worker whose work lasts longer than was predicted is found out by its own steps.
+fn slow() {
+    let slow = Some(("w1".to_owned(), 6));
+    let fleet = Course::of(3, 0, 1_000, |usual| Description { slow, ..usual }).check();
+    assert!(fleet.pace("w1").is_some_and(|percent| percent >= 500), "{:?}", fleet.pace("w1"));
+}
+
 /// A slice's two holders are lost at once: back to the last checkpoint.
 fn two_at_once() {
     for shape in 0..3 {
@@ -277,15 +316,8 @@ fn little_room() {
 
 /// A job whose losses are no numbers rests, and its owner is told why.
 fn not_a_number() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let description = Description {
-        folder: folder.path().to_owned(),
-        steps: STEPS,
-        device_bytes: DEVICE_BYTES,
-        paced_us: 1_000,
-        lr: 1e30,
-    };
-    let mut fleet = Fleet::new(description, 2, 0, 1_000);
+    let mut course = Course::of(2, 0, 1_000, |usual| Description { lr: 1e30, ..usual });
+    let fleet = &mut course.fleet;
     fleet.until("its failure", |fleet| matches!(fleet.job().phase, Phase::Resting(Rest::Failed)));
     let reason = fleet.job().failure.clone().unwrap_or_default();
     assert!(reason.contains("not a finite number"), "{reason}");

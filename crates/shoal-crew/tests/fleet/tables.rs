@@ -2,8 +2,8 @@
 
 use shoal_plan::one_device::table;
 use shoal_plan::{
-    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, Order, Plan, Purpose, Residence, Samples,
-    Slice, compile, forecast,
+    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, Instruction, Op, Order, Plan, Program,
+    Purpose, Residence, Samples, Slice, compile, forecast,
 };
 
 use crate::job::{GLOBAL_BATCH, chain, offer, shape};
@@ -25,6 +25,15 @@ pub fn device_bytes(plan: &Plan) -> u64 {
     let chain = chain();
     let programs = compile(plan, &chain, Purpose::Train).expect("it compiles");
     programs.iter().map(|program| forecast(program, plan, &chain).total()).max().expect("a device")
+}
+
+/// What each device's forwards and backwards are made to last.
+pub fn work_ms(plan: &Plan, paced_us: u64) -> Vec<f64> {
+    let programs = compile(plan, &chain(), Purpose::Train).expect("it compiles");
+    let is_paced = |next: &&Instruction| matches!(next.op, Op::Forward { .. } | Op::Backward { .. });
+    let count = |program: &Program| program.instructions.iter().filter(is_paced).count();
+    // One that only keeps state has a little to do all the same.
+    programs.iter().map(|program| count(program).max(1) as f64 * paced_us as f64 / 1e3).collect()
 }
 
 fn base(workers: usize) -> Plan {

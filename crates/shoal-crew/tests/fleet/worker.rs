@@ -3,6 +3,7 @@
 
 use std::io::{BufRead, Write};
 use std::net::TcpListener;
+use std::path::Path;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
@@ -14,6 +15,7 @@ use shoal_control::{Settings, Worker};
 use shoal_crew::about::{About, DeviceAbout};
 use shoal_crew::{Crew, Setup};
 use shoal_kernels::CpuDevice;
+use shoal_net::identity::Identity;
 use shoal_net::{Guard, Reception};
 
 use crate::job;
@@ -42,6 +44,9 @@ pub fn settings() -> Settings {
     Settings { report_every_ms, lease_ms, halt_ms_max, deadline_ms, ..Settings::default() }
 }
 
+/// What an identity's folder has.
+pub const PEMS: [&str; 3] = ["certificate.pem", "key.pem", "authority.pem"];
+
 enum In {
     Told(Told),
     Engine(JobId, EngineEvent),
@@ -55,9 +60,15 @@ fn say(said: &Said) {
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
-pub fn run(name: &str) {
+/// Under a name, with the certificate, key and authority of a folder if there is one.
+pub fn run(name: &str, identity: Option<&String>) {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let reception = Arc::new(Reception::open(listener, Guard::Plain).expect("a reception"));
+    let guard = identity.map_or(Guard::Plain, |folder| {
+        let [certificate, key, authority] =
+            PEMS.map(|file| std::fs::read_to_string(Path::new(folder).join(file)).expect("a PEM file"));
+        Guard::Tls(Identity::from_pem(&certificate, &key, &authority).expect("an identity"))
+    });
+    let reception = Arc::new(Reception::open(listener, guard).expect("a reception"));
     let about = About {
         name: name.to_owned(),
         address: reception.address(),
@@ -80,11 +91,11 @@ pub fn run(name: &str) {
     let started = Instant::now();
     let now_ms = move || started.elapsed().as_millis() as u64;
     let leased = worker.clone();
-    let cache = format!("cache-{name}-{boot}");
+    let (own, cache) = (name.to_owned(), format!("cache-{name}-{boot}"));
     let (crew, outlets) = Crew::new(Setup {
         about,
         reception,
-        assemble: Arc::new(move |text: &str| job::assemble(text, &cache)),
+        assemble: Arc::new(move |text: &str| job::assemble(text, &own, &cache)),
         may_run: Arc::new(move || leased.lock().expect("no panic").may_run(now_ms())),
         network: shoal_net::Settings {
             deadline: Duration::from_secs(2),
@@ -97,7 +108,11 @@ pub fn run(name: &str) {
     let from_engine = sender.clone();
     let events = outlets.events;
     std::thread::spawn(move || {
-        events.into_iter().try_for_each(|(job, event)| from_engine.send(In::Engine(job, event)))
+        for (job, event) in events {
+            if from_engine.send(In::Engine(job, event)).is_err() {
+                return;
+            }
+        }
     });
     std::thread::spawn(move || {
         for done in outlets.steps {

@@ -49,6 +49,9 @@ const WORTHWHILE: f64 = 1.003;
 /// Past so many instructions only the best is played through as a whole: that takes seconds.
 const LARGE_INSTRUCTIONS: usize = 1_000_000;
 
+/// Up to so many instructions plans are tried with their ends on one device too.
+const LOOPED_INSTRUCTIONS: usize = 300_000;
+
 /// How often the next best are tried where none of the best fits.
 const ROUNDS: usize = 8;
 
@@ -447,9 +450,17 @@ impl<'a> Search<'a> {
         let by_time = |a: &Confirmed, b: &Confirmed| a.tried.seconds.total_cmp(&b.tried.seconds);
         confirmed.sort_by(by_time);
         // What comes second may have more to gain.
-        for confirmed in confirmed.iter_mut().take(POLISHED.count(instructions)) {
-            self.polish(confirmed)?;
+        let mut best: Vec<Confirmed> =
+            confirmed.drain(..confirmed.len().min(POLISHED.count(instructions))).collect();
+        if instructions <= LOOPED_INSTRUCTIONS {
+            for looped in parallel::map(&best, |confirmed| self.looped(confirmed)) {
+                best.extend(looped?);
+            }
         }
+        for best in &mut best {
+            self.polish(best)?;
+        }
+        confirmed.extend(best);
         confirmed.sort_by(by_time);
         let mut confirmed = confirmed.into_iter();
         let Some(Confirmed { estimated_seconds, kind, pipeline, tried }) = confirmed.next() else {

@@ -2,6 +2,7 @@
 //! The two take turns, so that a busy neighbour or a warm device hits both.
 
 use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 use serde_json::json;
@@ -9,12 +10,13 @@ use shoal_model::{Model, Precision};
 use shoal_nn::{OptimizerKind, OptimizerSettings};
 use shoal_plan::Planned;
 
-use super::trial::{DeviceOptions, ModelOptions, Trial, TrialSettings, median};
+use super::trial::{DeviceOptions, ModelOptions, Trial, TrialSettings, fits, median};
 use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
 use crate::job::bytes_text;
 use crate::machine;
 use crate::show::{flops_text, short};
+use crate::spill::Around;
 
 const PEER: &str = include_str!("peer.py");
 
@@ -81,7 +83,7 @@ impl Peer {
 
     fn numbers(&mut self) -> Result<Vec<f64>> {
         let mut line = String::new();
-        self.answers.read_line(&mut line).map_err(CliError::at(std::path::Path::new("the peer")))?;
+        self.answers.read_line(&mut line).map_err(CliError::at(Path::new("the peer")))?;
         let numbers: Vec<f64> = line.split_whitespace().filter_map(|word| word.parse().ok()).collect();
         match numbers.is_empty() {
             true => Err(CliError::said(
@@ -107,7 +109,7 @@ impl Peer {
     fn finish(mut self) -> Result<f64> {
         drop(self.child.stdin.take());
         let memory = self.numbers()?[0];
-        self.child.wait().map_err(CliError::at(std::path::Path::new("the peer")))?;
+        self.child.wait().map_err(CliError::at(Path::new("the peer")))?;
         Ok(memory)
     }
 }
@@ -133,20 +135,19 @@ pub fn run(options: Options) -> Result {
     let (model, sequence) = options.of.sized()?;
     let precision = options.precision;
     let device = options.on.choose(precision)?;
-    let start_peer = |python: &str| -> Result<Peer> {
+    let start_peer = |python: &str, offload: bool| -> Result<Peer> {
         let job = json!({
             "config": described(&model, &options.of.model), "batch": options.batch,
             "sequence": sequence, "precision": precision.name(), "threads": device.threads,
             "device": if device.gpu.is_some() { "cuda" } else { "cpu" },
             // Compiling for a processor needs a C++ compiler and gains little there.
-            "compile": device.gpu.is_some() && !options.eager,
+            "compile": device.gpu.is_some() && !options.eager && !offload, "offload": offload,
         });
         let mut peer = Peer::start(python, &job)?;
         // Its first steps compile, which takes long: it begins while we make our model.
         peer.ask(WARM_UP_STEPS);
         Ok(peer)
     };
-    let mut peer = options.peer.as_deref().map(start_peer).transpose()?;
     let before = machine::resident_peak_bytes().unwrap_or(0);
     let settings = TrialSettings {
         batch: options.batch,
@@ -155,7 +156,14 @@ pub fn run(options: Options) -> Result {
         micro_batch: options.micro_batch,
         deterministic: options.deterministic,
     };
-    let mut ours = Trial::new(&model, &settings, &device)?;
+    // Nothing goes to a disk: it would be all that is measured.
+    let around = Around { disk_bytes: 0, ..Around::of(Path::new(".")) };
+    let beside = device.gpu.as_ref().map(|_| (around, Path::new("")));
+    // Two models that stream would have to share the host's memory and its link: they go one after the other.
+    let in_turn = fits(&model, &settings, &device);
+    let python = options.peer.as_deref();
+    let mut peer = python.filter(|_| in_turn).map(|python| start_peer(python, false)).transpose()?;
+    let mut ours = Trial::new(&model, &settings, &device, beside)?;
     // The first steps pay for memory and warm-up.
     ours.train(WARM_UP_STEPS)?;
     if let Some(peer) = &mut peer {
@@ -174,12 +182,8 @@ pub fn run(options: Options) -> Result {
             their_rates.push(counted / peer.answer()?);
         }
     }
-    let theirs = match peer {
-        Some(peer) => Some((median(&mut their_rates), peer.finish()?)),
-        None => None,
-    };
     let opened = ours.executor.device().clone();
-    let measured = Measured {
+    let mut measured = Measured {
         work: match model.image() {
             Some(image) => Work::Images { size: image.size },
             None => Work::Tokens { sequence },
@@ -188,7 +192,7 @@ pub fn run(options: Options) -> Result {
         per_step: (options.batch * each) as f64,
         flops_each: ours.executor.chain().training_flops(sequence) as f64 / each as f64,
         ours: median(&mut our_rates),
-        theirs,
+        theirs: None,
         loss,
         predicted: ours.planned.memory.total() + ours.held_bytes,
         counted: opened.arena().peak(),
@@ -196,13 +200,27 @@ pub fn run(options: Options) -> Result {
         resident: machine::resident_peak_bytes().unwrap_or(0).saturating_sub(before),
         peak: device.measure_rate(precision)?,
     };
+    if options.profile {
+        profile(&mut ours)?;
+    }
+    let planned = ours.planned;
+    drop((opened, ours.executor));
+    if let Some(python) = python.filter(|_| !in_turn) {
+        let mut late = start_peer(python, true)?;
+        late.answer()?;
+        for _ in 0..options.rounds {
+            late.ask(steps);
+            their_rates.push(counted / late.answer()?);
+        }
+        peer = Some(late);
+    }
+    if let Some(peer) = peer {
+        measured.theirs = Some((median(&mut their_rates), peer.finish()?));
+    }
     if options.json {
         println!("{}", measured.json(&options, &device));
     } else {
-        measured.print(&options, &device, &ours.planned);
-    }
-    if options.profile {
-        profile(&mut ours)?;
+        measured.print(&options, &device, &planned, in_turn);
     }
     Ok(())
 }
@@ -282,7 +300,7 @@ impl Measured {
         out
     }
 
-    fn print(&self, options: &Options, device: &LocalDevice, planned: &Planned) {
+    fn print(&self, options: &Options, device: &LocalDevice, planned: &Planned, in_turn: bool) {
         println!(
             "{}, {} in {}, measured",
             device.describe(),
@@ -303,7 +321,11 @@ impl Measured {
             options.of.model,
             micro_batches[0].count(),
             options.rounds,
-            if self.theirs.is_some() { ", the two in turn" } else { "" }
+            match (self.theirs.is_some(), in_turn) {
+                (false, _) => "",
+                (true, true) => ", the two in turn",
+                (true, false) => ", one after the other; state on the host, PyTorch's by FSDP2",
+            }
         );
         let row = |name: &str, rate: f64, memory: String| {
             let (ms, flops) = (1e3 * self.per_step / rate, rate * self.flops_each);

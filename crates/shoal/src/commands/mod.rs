@@ -16,7 +16,7 @@ pub mod ps;
 pub mod simulate;
 pub mod token;
 pub mod train;
-mod trial;
+pub mod trial;
 pub mod up;
 pub mod validate;
 pub mod verify;

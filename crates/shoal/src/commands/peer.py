@@ -59,7 +59,9 @@ class Gpt2(nn.Module):
     def forward(self, tokens, targets):
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         logits = F.linear(self.norm(self.blocks(x)), self.tokens.weight)
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+        logits = logits.view(-1, logits.shape[-1])
+        # Autocast does so by itself.
+        return F.cross_entropy(logits.float() if offload else logits, targets.view(-1))
 
 
 def transformers_model(kind):
@@ -113,15 +115,40 @@ class OfImages(nn.Module):
         return F.cross_entropy(logits.float(), targets)
 
 
+def offloaded(model):
+    """The model through FSDP2 with parameters, gradients and optimizer state in host memory; blocks are gathered for use,
+    and their activations made again."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh(device.type, (1,))
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
+    }
+    blocks = max((m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))), key=len)
+    for place in range(len(blocks)):
+        blocks[place] = checkpoint_wrapper(blocks[place])
+        fully_shard(blocks[place], **options)
+    fully_shard(model, **options)
+    return model
+
+
 before = resident()
 family = config["model_type"]
 convolutional = family == "torchvision"
-with device:
+offload = job.get("offload", False)
+with torch.device("cpu") if offload else device:
     if family == "gpt2":
         model = Gpt2(config["n_embd"], config["n_layer"], config["n_head"], config["vocab_size"])
     else:
         model = OfImages() if convolutional or family == "vit" else OfTokens()
 model.train()
+if offload:
+    model = offloaded(model)
 if convolutional:
     options = {"lr": 1e-4, "momentum": 0.9, "weight_decay": 1e-4, "fused": True}
     optimizer, clip = torch.optim.SGD(model.parameters(), **options), None
@@ -139,7 +166,7 @@ if convolutional or family == "vit":
 else:
     rows = torch.randint(config["vocab_size"], (batch, sequence + 1), device=device)
     inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-cast = torch.autocast(device.type, half) if half else contextlib.nullcontext()
+cast = torch.autocast(device.type, half) if half and not offload else contextlib.nullcontext()
 forward = model
 
 

@@ -16,7 +16,7 @@ use crate::assemble::{self, LocalDevice};
 use crate::error::{CliError, Result};
 use crate::fleet_plan::{Described, FleetOptions, OnFleet, Survive, breakdown, print_layers};
 use crate::job::{Job, bytes_text};
-use crate::show::{grouped, percent, short};
+use crate::show::{elsewhere, grouped, percent, short};
 use crate::timeline::time_text;
 
 #[derive(clap::Args)]
@@ -250,7 +250,7 @@ fn print_table(job: &Job, chain: &Chain, device: &LocalDevice, planned: &Planned
             println!("  {name:<12} {:>10}", bytes_text(bytes));
         }
     }
-    println!("  highest at   {}", planned.program.instructions[memory.highest_at]);
+    println!("  highest at   {}{}", planned.program.instructions[memory.highest_at], elsewhere(memory));
     println!("  and about {} for the process itself", bytes_text(device.process_bytes()));
     println!("\nprogram: {} instructions", planned.program.instructions.len());
 }

@@ -71,7 +71,7 @@ pub fn run(options: Options) -> Result {
             micro_batch: Some(samples),
             deterministic: false,
         };
-        let mut trial = match Trial::new(&model, &settings, &device) {
+        let mut trial = match Trial::new(&model, &settings, &device, None) {
             Err(CliError::Engine(EngineError::Plan(PlanError::TooSmall { needed_bytes, .. }))) => {
                 eprintln!("note: {samples} samples need {}: not measured", bytes_text(needed_bytes));
                 continue;

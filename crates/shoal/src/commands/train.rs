@@ -172,9 +172,7 @@ pub fn train(
     if !quiet && job.precision == Precision::Fp32 && device.precisions().contains(&"bf16") {
         eprintln!("note: train.precision = \"bf16\" is several times faster on this GPU");
     }
-    let opened = device.open(job.precision, job.deterministic)?;
-    let room_bytes = device.host_room_bytes(planned.memory.total());
-    let executor = assemble::executor(job, &chain, opened, room_bytes, checkpoint.is_none())?;
+    let executor = assemble::executor(job, &chain, &device, &planned, checkpoint.is_none())?;
     // Only now: a model that cannot be read must not bind the folder to the job that named it.
     folder.identity.claim(&job.run_folder)?;
     let rates = vec![KindRate {

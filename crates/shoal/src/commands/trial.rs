@@ -1,19 +1,21 @@
 //! A model trained on random tokens or images, as fast as it goes: what `bench` and `profile` measure.
 
 use std::ops::Range;
+use std::path::Path;
 use std::time::Instant;
 
 use shoal_data::Inputs;
 use shoal_engine::executor::Batch;
-use shoal_engine::{EngineError, Executor, ModelState, StepInput};
+use shoal_engine::{EngineError, Executor, ModelState, StepInput, Tiers};
 use shoal_kernels::random::{fill_normal, mix64};
-use shoal_model::{Model, Precision, presets};
+use shoal_model::{Chain, Model, Precision, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, init};
-use shoal_plan::{Op, Planned, Preferences, StepShape, plan_one_device};
+use shoal_plan::{Layout, Op, PlanError, Planned, Preferences, StepShape, plan_one_device};
 
 use crate::assemble::{LocalDevice, usual_replay};
 use crate::error::{CliError, Result};
 use crate::job::{DeviceChoice, parse_bytes};
+use crate::spill::{self, Around};
 
 /// Tokens of a sample where nothing is said.
 const SEQUENCE: usize = 1024;
@@ -216,44 +218,85 @@ pub struct TrialSettings {
     pub deterministic: bool,
 }
 
+/// A step of a model, planned on one device.
+fn plan(
+    model: &Model,
+    settings: &TrialSettings,
+    device: &LocalDevice,
+) -> std::result::Result<Planned, PlanError> {
+    let wanted = Preferences { micro_batch: settings.micro_batch, ..Preferences::default() };
+    plan_one_device(&model.chain(), shape(model, settings), &device.offer(), wanted)
+}
+
+fn shape(model: &Model, settings: &TrialSettings) -> StepShape {
+    let TrialSettings { batch, sequence, precision, .. } = *settings;
+    let optimizer_states = optimizer(model).state_names().len();
+    StepShape { global_batch: batch, sequence, precision, optimizer_states }
+}
+
+/// Whether all of it fits the device.
+pub fn fits(model: &Model, settings: &TrialSettings, device: &LocalDevice) -> bool {
+    plan(model, settings, device).is_ok()
+}
+
 /// A model that trains so many steps when asked.
 pub struct Trial {
     pub executor: Executor,
     /// What samples take that stay on the device.
     pub held_bytes: u64,
     pub planned: Planned,
+    /// Whether state is elsewhere than on the device.
+    pub streams: bool,
     pub optimizer: OptimizerSettings,
+    chain: Chain,
     data: Box<dyn Batch>,
     loss_scale: f32,
     step: u64,
 }
 
 impl Trial {
-    pub fn new(model: &Model, settings: &TrialSettings, device: &LocalDevice) -> Result<Trial> {
-        let TrialSettings { batch, sequence, precision, .. } = *settings;
+    /// A model that does not fit the device streams through it where there is something beside it; what goes to a disk
+    /// goes into the folder.
+    pub fn new(
+        model: &Model,
+        settings: &TrialSettings,
+        device: &LocalDevice,
+        beside: Option<(Around, &Path)>,
+    ) -> Result<Trial> {
+        let TrialSettings { batch, sequence, precision, deterministic, .. } = *settings;
         let (chain, optimizer) = (model.chain(), optimizer(model));
-        let shape = StepShape {
-            global_batch: batch,
-            sequence,
-            precision,
-            optimizer_states: optimizer.state_names().len(),
+        let planned = match plan(model, settings, device) {
+            Err(refused @ PlanError::TooSmall { .. }) => {
+                let streamed =
+                    beside.map(|(around, _)| spill::plan(&chain, shape(model, settings), device, around));
+                streamed.transpose()?.flatten().ok_or(refused)?
+            }
+            other => other?,
         };
-        let wanted = Preferences { micro_batch: settings.micro_batch, ..Preferences::default() };
-        let planned = plan_one_device(&chain, shape, &device.offer(), wanted)?;
-        let opened = device.open(precision, settings.deterministic)?;
-        let mut state = ModelState::allocate(&*opened, &chain, sequence, precision, Some(&optimizer))?;
-        state.fill(&*opened, &chain, |spec, out| {
+        let streams = spill::is_spilled(&planned.plan);
+        let tiers = match beside.filter(|_| streams) {
+            Some((around, folder)) => {
+                spill::tiers(device, around, &planned, precision, deterministic, folder)?
+            }
+            None => Tiers::only(device.open(precision, deterministic)?)?,
+        };
+        let layout = Layout::new(&planned.plan, &chain);
+        let mut state = ModelState::allocate_share(&tiers, &layout, 0, Some(&optimizer))?;
+        state.load(&tiers, &chain, &[], 0, |spec, _, out| {
             init::fill(spec, 0, 0, out);
             Ok(())
         })?;
+        drop(layout);
         let vocabulary = chain.vocabulary;
         let data: Box<dyn Batch> = match chain.image {
             Some(image) => Box::new(RandomImages::new(batch, image.elements(), vocabulary)),
             None => Box::new(RandomTokens { vocabulary, sequence }),
         };
         let (of_images, replay) = (chain.image.is_some(), usual_replay(&chain));
-        let mut executor = Executor::new(opened, chain, sequence, state)?;
-        executor.set_replay(replay);
+        let mut executor = Executor::with(tiers, None, chain.clone(), sequence, state)?;
+        if !streams {
+            executor.set_replay(replay);
+        }
         let mut held_bytes = 0;
         if of_images && device.gpu.is_some() {
             // The peer's images are on its device from the start too.
@@ -263,20 +306,21 @@ impl Trial {
         }
         // A scale that does not overflow: skipped steps would be no training.
         let loss_scale = if precision == Precision::Fp16 { 1024.0 } else { 1.0 };
-        Ok(Trial { held_bytes, executor, planned, optimizer, data, loss_scale, step: 0 })
+        Ok(Trial { held_bytes, executor, chain, streams, planned, optimizer, data, loss_scale, step: 0 })
     }
 
     /// Seconds that so many steps took, and the last one's loss.
     pub fn train(&mut self, steps: usize) -> Result<(f64, f64)> {
         let started = Instant::now();
         let mut loss = f64::NAN;
+        let layout = self.streams.then(|| Layout::new(&self.planned.plan, &self.chain));
         for _ in 0..steps {
             let input = StepInput {
                 loss_scale: self.loss_scale,
                 next: Some(&*self.data),
                 ..StepInput::train(self.step, 0, self.optimizer.lr, &self.optimizer, &*self.data)
             };
-            loss = self.executor.run(&self.planned.program, &input)?.loss();
+            loss = self.executor.run_in(layout.as_ref(), &self.planned.program, &input)?.loss();
             self.step += 1;
         }
         Ok((started.elapsed().as_secs_f64(), loss))

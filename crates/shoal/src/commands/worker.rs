@@ -8,11 +8,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use shoal_engine::identity::Identity;
-use shoal_engine::{Executor, Ledger, ModelState, Run, RunEvent, StopReason, Tiers, Traced};
+use shoal_engine::{Executor, Ledger, Run, RunEvent, StopReason, Tiers, Traced};
 use shoal_kernels::CpuDevice;
 use shoal_model::Chain;
 use shoal_net::{Endpoint, Fabric, Security, connect};
-use shoal_plan::Layout;
 use shoal_state::checkpoint::Store;
 
 use crate::assemble::{self, LocalDevice};
@@ -145,14 +144,8 @@ fn executor(assignment: &Assignment, job: &Job, chain: &Chain, fabric: Arc<Fabri
         host: Arc::new(CpuDevice::new(&host_name, assignment.threads, host_budget)?),
         disk: assignment.folder.clone().into(),
     };
-    let layout = Layout::new(plan, chain);
-    let mut state = ModelState::allocate_share(&tiers, &layout, index, Some(&job.optimizer))?;
-    if assignment.checkpoint.is_none() {
-        assemble::set_initial(job, chain, |set| {
-            Ok(state.load(&tiers, chain, &[], 0, |spec, _, out| set(spec, out))?)
-        })?;
-    }
-    Ok(Executor::with(tiers, Some(fabric), chain.clone(), job.sequence, state)?)
+    let fresh = assignment.checkpoint.is_none();
+    assemble::share_executor(job, chain, plan, index, tiers, Some(fabric), fresh)
 }
 
 /// Where a worker leaves its trace for the lab.
