@@ -244,6 +244,25 @@ fn a_worker_that_nothing_can_be_installed_on_gets_no_work() {
 }
 
 #[test]
+fn a_job_that_cannot_begin_says_why_and_asks_for_its_owner() {
+    let sentence = || "the folder of its weights is not there".to_owned();
+    for (obstacle, tries) in [(Obstacle::Source(sentence()), 2), (Obstacle::Worker(sentence()), 4)] {
+        let mut fleet = Fleet::new(1);
+        fleet.step(Event::Submit { job: JobId(1), spec: spec(Class::Foreground, 1) });
+        for _ in 0..tries {
+            assert!(!fleet.controller.state().jobs[&JobId(1)].has_failed());
+            fleet.answer(100, 0);
+            hinder(&mut fleet, obstacle.clone());
+        }
+        let job = &fleet.controller.state().jobs[&JobId(1)];
+        assert_eq!((&job.phase, &job.failure), (&Phase::Resting(Rest::Failed), &Some(sentence())));
+        assert!(fleet.asked.is_empty());
+        fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+        assert_eq!(fleet.asked.len(), 1, "it is tried again");
+    }
+}
+
+#[test]
 fn where_there_is_no_room_to_move_state_goes_through_a_checkpoint() {
     let mut fleet = pair();
     fleet.join(3);
