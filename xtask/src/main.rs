@@ -13,6 +13,8 @@ const USAGE: &str = "cargo xtask test         formatting, lints, every test
 cargo xtask bench cpu    training speed beside PyTorch's, where a Python with PyTorch is found
                          (PYTHON names it; else python3)
 cargo xtask bench plan   how long planning and simulating take, and how they grow with the fleet
+cargo xtask bench checkpoint
+                         what saving every ten steps costs a run of gpt2-124m's shape; two quiet cores
 cargo xtask bench lab    predicted steps beside measured ones, on fleets of played devices; two quiet cores
 cargo xtask bench namespaces
                          a pipeline beside data parallel over 1 Gbit/s between network namespaces; Linux, root
@@ -26,6 +28,9 @@ fn main() -> ExitCode {
         ["bench", "cpu"] => bench::cpu(),
         ["bench", "plan"] => {
             cargo(&["run", "--release", "--package", "shoal-planner", "--example", "plan_speed"])
+        }
+        ["bench", "checkpoint"] => {
+            cargo(&["run", "--release", "--package", "shoal-engine", "--example", "checkpoint_overhead"])
         }
         ["bench", "lab"] => lab::bench(),
         ["bench", "namespaces"] => namespaces::bench(),
@@ -62,5 +67,10 @@ fn test() -> Result<(), String> {
     // The profile of the shipped binary throughout: the tests train real models, and one profile means
     // dependencies are built once.
     cargo(&["clippy", "--release", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
-    cargo(&["test", "--release", "--workspace", "--all-targets"])
+    cargo(&["test", "--release", "--workspace", "--all-targets"])?;
+    // What is not built unless it is asked for.
+    let objects =
+        ["--release", "--package", "shoal-state", "--features", "object-store", "--test", "object_store"];
+    cargo(&[&["clippy"], &objects[..], &["--", "-D", "warnings"]].concat())?;
+    cargo(&[&["test"], &objects[..]].concat())
 }

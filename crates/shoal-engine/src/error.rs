@@ -28,6 +28,8 @@ pub enum EngineError {
     Torn { tensor: String },
     #[error("{lost}; what is left could not be saved: {also}")]
     Unsaved { lost: Box<EngineError>, also: Box<EngineError> },
+    #[error("some of the state is with nobody who could save it")]
+    Unheld,
     #[error("slices at step {from} cannot be brought to step {to}: {what}")]
     Unsettled { from: u64, to: u64, what: &'static str },
     #[error("step {step}: the {what} is {value}, not a finite number")]
@@ -62,7 +64,7 @@ impl EngineError {
             EngineError::Net(error) => error.hint().map(Into::into),
             EngineError::Movement { .. } => Some("plan the job for one device whose own memory holds it".into()),
             EngineError::Thread { .. } => Some("the system's limit of threads is reached: see ulimit -u".into()),
-            EngineError::Torn { .. } | EngineError::Unsettled { .. } => {
+            EngineError::Torn { .. } | EngineError::Unsettled { .. } | EngineError::Unheld => {
                 Some("run the same command again: it resumes from the last checkpoint".into())
             }
             EngineError::Unsaved { lost, also } => also.hint().or_else(|| lost.hint()),

@@ -15,11 +15,11 @@ mod transfers;
 mod walk;
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-pub use between::Whole;
 use clockwork::Clockwork;
 pub use clockwork::Traced;
 pub use replay::Replay;
@@ -230,14 +230,14 @@ impl Executor {
         result
     }
 
-    /// Sets whatever of the state is here: see [`ModelState::load`].
+    /// Sets whatever of the state is here: see [`ModelState::load_ranges`].
     pub fn load_state(
         &mut self,
         states: &[&'static str],
         version: u64,
-        read: impl FnMut(&TensorSpec, &'static str, &mut [f32]) -> Result,
+        read: impl FnMut(&TensorSpec, &'static str, Range<usize>, &mut [f32]) -> Result,
     ) -> Result {
-        self.state.load(&self.tiers, &self.chain, states, version, read)
+        self.state.load_ranges(&self.tiers, &self.chain, states, version, read)
     }
 
     fn execute(&mut self, step: &mut Step, instruction: &Instruction) -> Result {

@@ -5,6 +5,7 @@
 //! - [`executor`]: one program, once.
 //! - [`disk`]: state that lies on a disk.
 //! - [`run`]: step after step: data, schedule, evaluation, checkpoints, metrics.
+//! - [`saving`]: one worker's part of each checkpoint, written while the next steps run.
 //! - [`metrics`]: `metrics.jsonl`, one line a step, true across restarts.
 //! - [`identity`]: whether a run folder belongs to this job.
 //! - [`loss_scale`]: what fp16 gradients are multiplied by.
@@ -25,6 +26,7 @@ pub mod loss_scale;
 pub mod metrics;
 pub mod rate;
 pub mod run;
+pub mod saving;
 pub mod state;
 
 pub use error::EngineError;

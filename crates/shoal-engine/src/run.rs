@@ -13,14 +13,14 @@ use shoal_data::{Dataset, Inputs, Order};
 use shoal_model::{Chain, Precision};
 use shoal_nn::{OptimizerSettings, Schedule};
 use shoal_plan::{Closing, Layout, Plan, Program, Purpose, compile, verify};
-use shoal_state::checkpoint::{Checkpoint, Entry, Header, Store};
+use shoal_state::checkpoint::{Checkpoint, Header, Store};
 
 use crate::error::{EngineError, Result};
 use crate::executor::{Batch, Executor, StepInput, StepOutcome, Traced};
 use crate::identity::Identity;
 use crate::loss_scale::LossScale;
 use crate::metrics::{Metrics, StepRecord};
-use crate::state::PARAMETER;
+use crate::saving::{Outcome, Saver};
 
 /// How often something is due.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -82,7 +82,17 @@ impl KindRate {
 #[derive(Clone, Debug)]
 pub enum RunEvent {
     Step(StepRecord),
-    Saved { step: u64, bytes: u64, seconds: f64 },
+    /// A checkpoint is complete, so long after it was begun.
+    Saved {
+        step: u64,
+        bytes: u64,
+        seconds: f64,
+    },
+    /// Training waits while checkpoints are written: a copy of the state takes more host memory than is free.
+    SavesWait {
+        needed_bytes: u64,
+        free_bytes: u64,
+    },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,17 +116,12 @@ impl Batch for Window<'_> {
     }
 }
 
-/// What the first of a run's workers keeps for all.
-struct Books {
-    identity: Identity,
-    store: Store,
-    metrics: Metrics,
-}
-
-/// Where a run writes: the first of its workers is given it.
+/// Where a run writes, and for which job.
 pub struct Ledger {
     pub identity: Identity,
     pub store: Store,
+    /// Whether this worker keeps the books for all: metrics, and which checkpoints there are. The first one does.
+    pub keeps_books: bool,
 }
 
 /// One worker's side of a run. Where the plan has several, each has its own, and all go from step to step together; the
@@ -134,7 +139,13 @@ pub struct Run {
     eval_data: Option<Dataset>,
     /// Evaluation plans and programs by number of samples: whole batches, and the last one.
     eval_programs: HashMap<usize, (Arc<Plan>, Program)>,
-    books: Option<Books>,
+    /// Of the job.
+    fingerprint: String,
+    /// At the worker that keeps the books.
+    metrics: Option<Metrics>,
+    saver: Saver,
+    /// Whether it was said that saves wait.
+    said_waits: bool,
     /// Steps completed.
     step: u64,
     /// In fp16.
@@ -172,7 +183,7 @@ impl Run {
     #[allow(clippy::too_many_arguments)] // the parts of a run, each made by the caller
     pub fn new(
         settings: RunSettings,
-        ledger: Option<Ledger>,
+        ledger: Ledger,
         mut executor: Executor,
         plan: Plan,
         program: Program,
@@ -186,21 +197,21 @@ impl Run {
         let step = match checkpoint {
             None => 0,
             Some(checkpoint) => {
-                let step = checkpoint.manifest().step;
+                let step = checkpoint.header().step;
                 let states = settings.optimizer.state_names();
-                executor.load_state(states, step, |spec, role, out| {
-                    Ok(checkpoint.read(&spec.name, role, out)?)
+                executor.load_state(states, step, |spec, role, range, out| {
+                    Ok(checkpoint.read(&spec.name, role, range, out)?)
                 })?;
                 step
             }
         };
-        let extra = checkpoint.map(|checkpoint| &checkpoint.manifest().extra);
+        let extra = checkpoint.map(|checkpoint| &checkpoint.header().extra);
         let loss_scale = (plan.precision == Precision::Fp16)
             .then(|| extra.map_or_else(LossScale::default, LossScale::restore));
-        let open = |Ledger { identity, store }| -> Result<Books> {
-            Ok(Books { identity, store, metrics: Metrics::open(&settings.folder, step)? })
-        };
-        let books = ledger.map(open).transpose()?;
+        let Ledger { identity, store, keeps_books } = ledger;
+        let metrics = keeps_books.then(|| Metrics::open(&settings.folder, step)).transpose()?;
+        let states = settings.optimizer.state_names();
+        let saver = Saver::new(store, &plan, chain.clone(), states, &members, program.device)?;
         let order = Order::new(data.len(), settings.seed, settings.shuffle);
         Ok(Run {
             last_saved: checkpoint.map(|_| step),
@@ -214,7 +225,10 @@ impl Run {
             order,
             eval_data,
             eval_programs: HashMap::new(),
-            books,
+            fingerprint: identity.fingerprint(),
+            metrics,
+            saver,
+            said_waits: false,
             step,
             loss_scale,
             began: Instant::now(),
@@ -245,12 +259,25 @@ impl Run {
     /// lost and the one that keeps the books has all of it: then at the step of the loss.
     pub fn go(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {
         let gone = self.go_on(stop, on_event);
-        if let Err(EngineError::Net(_)) = &gone
-            && let Err(also) = self.rescue(on_event)
-        {
-            return gone.map_err(|lost| EngineError::Unsaved { lost: Box::new(lost), also: Box::new(also) });
+        // A save that was begun before a failure is still worth its end.
+        let mut settled = self.end_saving(on_event);
+        if let Err(EngineError::Net(_)) = &gone {
+            if let Err(also) = self.rescue(on_event) {
+                return gone
+                    .map_err(|lost| EngineError::Unsaved { lost: Box::new(lost), also: Box::new(also) });
+            }
+            settled = self.end_saving(on_event);
         }
-        gone
+        gone.and_then(|reason| settled.map(|()| reason))
+    }
+
+    /// Waits for what is still being written or removed.
+    fn end_saving(&mut self, on_event: &mut dyn FnMut(RunEvent)) -> Result {
+        self.saver.settle(true)?;
+        if self.members.len() < 2 {
+            self.note_saved(self.saver.done_bytes(), on_event)?;
+        }
+        self.saver.settle(true)
     }
 
     fn go_on(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {
@@ -270,7 +297,9 @@ impl Run {
                 .eval_every
                 .is_some_and(|every| finished || due(every, self.step, evaluated_at, Duration::ZERO));
             let saves = stops || due(self.settings.checkpoint_every, self.step, saved_at, save_cost);
-            let verdict = self.agree(Verdict { evaluates, saves, stops }, &mut record)?;
+            // A save that failed beside this step is told now; the checkpoints before it are as they were.
+            self.saver.settle(false)?;
+            let verdict = self.agree(Verdict { evaluates, saves, stops }, &mut record, on_event)?;
             if verdict.evaluates {
                 let held_out = self.evaluate()?;
                 (record.eval_loss, record.eval_accuracy) = (Some(held_out.loss()), held_out.accuracy());
@@ -279,7 +308,7 @@ impl Run {
             self.write(record, on_event)?;
             if verdict.saves {
                 let started = Instant::now();
-                self.save(on_event)?;
+                self.save(verdict.stops, on_event)?;
                 save_cost = started.elapsed();
                 saved_at = Instant::now();
             }
@@ -289,15 +318,15 @@ impl Run {
         }
         // A job that asks for no steps, or resumes when all are done, still leaves a checkpoint.
         if self.last_saved != Some(self.step) {
-            self.save(on_event)?;
+            self.save(true, on_event)?;
         }
         Ok(if self.step >= self.settings.steps { StopReason::Finished } else { StopReason::Interrupted })
     }
 
     fn write(&mut self, record: StepRecord, on_event: &mut dyn FnMut(RunEvent)) -> Result {
         self.unwritten = None;
-        if let Some(books) = &mut self.books {
-            books.metrics.append(&record)?;
+        if let Some(metrics) = &mut self.metrics {
+            metrics.append(&record)?;
         }
         on_event(RunEvent::Step(record));
         Ok(())
@@ -305,7 +334,7 @@ impl Run {
 
     /// Saves what there is when another worker was lost, where this one keeps the books and holds every slice.
     fn rescue(&mut self, on_event: &mut dyn FnMut(RunEvent)) -> Result {
-        if self.books.is_none() {
+        if self.metrics.is_none() {
             return Ok(());
         }
         // The others end, so where they stand does not matter: this state alone is one of the run's.
@@ -328,10 +357,13 @@ impl Run {
         if let Some(record) = record {
             self.write(record, on_event)?;
         }
-        match self.last_saved == Some(self.step) {
-            true => Ok(()),
-            false => self.save(on_event),
+        if self.last_saved == Some(self.step) {
+            return Ok(());
         }
+        // From here on this worker is alone.
+        self.members = vec![self.program.device];
+        self.saver.stand_alone(&self.plan, self.program.device)?;
+        self.save(true, on_event)
     }
 
     /// What a step gave, by its closing sums.
@@ -348,19 +380,33 @@ impl Run {
         }
     }
 
-    /// What the first of the workers says follows, everyone's memory told to it.
-    fn agree(&mut self, verdict: Verdict, record: &mut StepRecord) -> Result<Verdict> {
+    /// What the first of the workers says follows, everyone's memory told to it, and whether everyone's part of the last
+    /// save is written.
+    fn agree(
+        &mut self,
+        verdict: Verdict,
+        record: &mut StepRecord,
+        on_event: &mut dyn FnMut(RunEvent),
+    ) -> Result<Verdict> {
         if self.members.len() < 2 {
+            if !self.saver.is_under_way() {
+                self.note_saved(self.saver.done_bytes(), on_event)?;
+            }
             return Ok(verdict);
         }
-        let mut numbers = vec![0.0; 1 + self.members.len()];
-        if self.books.is_some() {
+        let mut numbers = vec![0.0; 3 + self.members.len()];
+        if self.metrics.is_some() {
             numbers[0] = verdict.number();
         }
         let own = self.members.iter().position(|member| *member == self.program.device);
-        numbers[1 + own.expect("a worker is a member")] = self.executor.device().arena().peak() as f64;
+        numbers[1] = f64::from(u8::from(self.saver.is_under_way()));
+        numbers[2] = self.saver.done_bytes() as f64;
+        numbers[3 + own.expect("a worker is a member")] = self.executor.device().arena().peak() as f64;
         self.executor.sum(&self.members, &mut numbers)?;
-        let peaks = self.members.iter().zip(&numbers[1..]);
+        if numbers[1] == 0.0 {
+            self.note_saved(numbers[2] as u64, on_event)?;
+        }
+        let peaks = self.members.iter().zip(&numbers[3..]);
         let named = |(member, peak): (&usize, &f64)| (self.plan.devices[*member].name.clone(), *peak as u64);
         record.memory_bytes = peaks.map(named).collect();
         Ok(Verdict::of(numbers[0]))
@@ -468,46 +514,61 @@ impl Run {
         Ok(whole)
     }
 
-    fn save(&mut self, on_event: &mut dyn FnMut(RunEvent)) -> Result {
-        let started = Instant::now();
-        let states = self.settings.optimizer.state_names();
-        let first = self.members.first().copied().unwrap_or(self.program.device);
-        let whole = self.executor.collect(&self.plan, &self.members, first, states.len())?;
-        let (Some(books), Some(whole)) = (&mut self.books, whole) else {
-            self.last_saved = Some(self.step);
-            return Ok(());
-        };
-        // Parameters that are no numbers must not push out the last checkpoint whose are.
-        let bad = whole.iter().flat_map(|tensor| tensor[0].iter()).find(|value| !value.is_finite());
-        if let Some(value) = bad {
+    /// Begins a save of everyone's part; returns when it is complete if asked to wait for that, or if there is no room for
+    /// a copy.
+    fn save(&mut self, waits: bool, on_event: &mut dyn FnMut(RunEvent)) -> Result {
+        self.saver.settle(true)?;
+        let prepared = self.saver.prepare(&self.executor, waits)?;
+        // The save's number is the first worker's to give; what is no number adds up to what is none.
+        let id = if self.metrics.is_some() { self.saver.store().next_id(self.step)? } else { 0 };
+        let mut numbers =
+            [id as f64, f64::from(prepared.unfit.unwrap_or(0.0)), self.saver.done_bytes() as f64];
+        self.executor.sum(&self.members, &mut numbers)?;
+        // Everyone has come here, so everyone's part of the save before is written.
+        self.note_saved(numbers[2] as u64, on_event)?;
+        if !numbers[1].is_finite() {
             let (step, what, checkpoint) = (self.step, "value of a parameter", self.last_saved);
-            return Err(EngineError::NotFinite { step, what, value: f64::from(*value), checkpoint });
+            return Err(EngineError::NotFinite { step, what, value: numbers[1], checkpoint });
         }
+        if let Some((needed_bytes, free_bytes)) = prepared.refused.filter(|_| !self.said_waits) {
+            self.said_waits = true;
+            on_event(RunEvent::SavesWait { needed_bytes, free_bytes });
+        }
+        self.saver.begin(&self.executor, self.header(), numbers[0] as u64)?;
+        if waits {
+            let mut bytes = [self.saver.done_bytes() as f64];
+            self.executor.sum(&self.members, &mut bytes)?;
+            self.note_saved(bytes[0] as u64, on_event)?;
+        }
+        Ok(())
+    }
+
+    /// Takes note that everyone's part of a save is written: it is a checkpoint, and older ones are not needed.
+    fn note_saved(&mut self, bytes: u64, on_event: &mut dyn FnMut(RunEvent)) -> Result {
+        let Some(Outcome { step, seconds, .. }) = self.saver.take_done() else { return Ok(()) };
+        self.last_saved = Some(step);
+        if self.metrics.is_some() {
+            self.saver.collect(self.settings.checkpoints_kept)?;
+            on_event(RunEvent::Saved { step, bytes, seconds });
+        }
+        Ok(())
+    }
+
+    /// What a checkpoint of now is of.
+    fn header(&self) -> Header {
         let mut extra = BTreeMap::new();
         if let Some(scale) = &self.loss_scale {
             scale.save(&mut extra);
         }
-        let header = Header {
-            job: books.identity.fingerprint(),
+        Header {
+            job: self.fingerprint.clone(),
             step: self.step,
             position: self.step * self.plan.global_batch as u64,
             seed: self.settings.seed,
             rng: RNG.into(),
             plan: self.plan.id(),
             extra,
-        };
-        let roles = std::iter::once(PARAMETER).chain(states.iter().copied());
-        let tensors = self.chain.tensors.iter().zip(&whole);
-        let entries = tensors.flat_map(|(spec, parts)| {
-            let (name, shape) = (&spec.name, &spec.shape);
-            roles.clone().zip(parts).map(move |(role, data)| Entry { name, role, shape, data })
-        });
-        let saved = books.store.save(header, entries)?;
-        books.store.collect(self.settings.checkpoints_kept)?;
-        self.last_saved = Some(self.step);
-        let seconds = started.elapsed().as_secs_f64();
-        on_event(RunEvent::Saved { step: self.step, bytes: saved.bytes, seconds });
-        Ok(())
+        }
     }
 }
 

@@ -205,7 +205,13 @@ pub struct Tiers {
 impl Tiers {
     /// A device whose state is all in its own memory needs no other; what is asked of them is refused.
     pub fn only(device: Arc<dyn Device>) -> Result<Tiers> {
-        let host = Arc::new(CpuDevice::with_arena(Arena::new("host", CpuDevice::workspace_bytes(1))?, 1)?);
+        Tiers::with_room(device, 0)
+    }
+
+    /// The same, with so many bytes of its host's memory for copies of its state.
+    pub fn with_room(device: Arc<dyn Device>, host_bytes: u64) -> Result<Tiers> {
+        let arena = Arena::new("host", host_bytes + CpuDevice::workspace_bytes(1))?;
+        let host = Arc::new(CpuDevice::with_arena(arena, 1)?);
         Ok(Tiers { device, host, disk: Path::new("").into() })
     }
 
@@ -336,8 +342,7 @@ impl ModelState {
         Ok(())
     }
 
-    /// Sets whatever of the state is here, tensor by tensor and role by role, as it is after some updates: parameters,
-    /// and the optimizer's states by their names.
+    /// Sets whatever of the state is here, as it is after some updates, by what gives whole tensors.
     pub fn load(
         &mut self,
         tiers: &Tiers,
@@ -346,24 +351,49 @@ impl ModelState {
         version: u64,
         mut read: impl FnMut(&TensorSpec, &'static str, &mut [f32]) -> Result,
     ) -> Result {
+        // Pieces are cut from the last whole that was asked for.
+        let mut last: Option<(String, &str, Vec<f32>)> = None;
+        self.load_ranges(tiers, chain, states, version, |spec, role, range, out| {
+            if out.len() == spec.elements() {
+                return read(spec, role, out);
+            }
+            let is_wanted = |(name, of, _): &(String, &str, Vec<f32>)| *name == spec.name && *of == role;
+            if !last.as_ref().is_some_and(is_wanted) {
+                let mut whole = vec![0.0; spec.elements()];
+                read(spec, role, &mut whole)?;
+                last = Some((spec.name.clone(), role, whole));
+            }
+            out.copy_from_slice(&last.as_ref().map_or(&[][..], |(_, _, whole)| whole)[range]);
+            Ok(())
+        })
+    }
+
+    /// Sets whatever of the state is here, tensor by tensor and role by role, as it is after some updates: parameters,
+    /// and the optimizer's states by their names. Only elements that are here are asked for.
+    pub fn load_ranges(
+        &mut self,
+        tiers: &Tiers,
+        chain: &Chain,
+        states: &[&'static str],
+        version: u64,
+        mut read: impl FnMut(&TensorSpec, &'static str, Range<usize>, &mut [f32]) -> Result,
+    ) -> Result {
+        let roles: Vec<&'static str> = std::iter::once(PARAMETER).chain(states.iter().copied()).collect();
         for (held, spec) in self.tensors.iter_mut().zip(&chain.tensors) {
+            for (part, role) in roles.iter().enumerate() {
+                for slice in &mut held.slices {
+                    let range = slice.slice.range();
+                    slice.set(tiers, part, |out| read(spec, role, range, out))?;
+                }
+            }
             let whole = held.whole_place();
-            // Where all of it is in one place it is read there; pieces are cut from a whole that is dropped again.
-            if let (Some(place), 1) = (whole, held.slices.len()) {
-                let SliceTensors { parameter, optimizer, .. } = held.slices[place].tensors_mut();
-                let device = &*tiers.device;
-                write(device, parameter, |out| read(spec, PARAMETER, out))?;
-                for (state, role) in optimizer.iter_mut().zip(states) {
-                    write(device, state, |out| read(spec, role, out))?;
+            match (&mut held.copy, whole) {
+                (Some(copy), Some(place)) => {
+                    tiers.device.convert(&held.slices[place].tensors().parameter, copy)?;
                 }
-                if let Some(copy) = &mut held.copy {
-                    device.convert(parameter, copy)?;
-                }
-            } else if !held.slices.is_empty() || held.copy.is_some() {
-                let mut values = vec![0.0; spec.elements()];
-                read(spec, PARAMETER, &mut values)?;
-                held.slices.iter_mut().try_for_each(|slice| slice.set(tiers, 0, &values))?;
-                if let Some(copy) = &mut held.copy {
+                (Some(copy), None) => {
+                    let mut values = vec![0.0; spec.elements()];
+                    read(spec, PARAMETER, 0..values.len(), &mut values)?;
                     let element = copy.element();
                     let mark = tiers.device.mark()?;
                     tiers.device.write_bytes(&mark, copy, 0..values.len(), &mut |at, out| {
@@ -372,11 +402,7 @@ impl ModelState {
                     })?;
                     zero_rest(&*tiers.device, &mark, copy, values.len())?;
                 }
-                let states = if held.slices.is_empty() { &[][..] } else { states };
-                for (number, role) in states.iter().enumerate() {
-                    read(spec, role, &mut values)?;
-                    held.slices.iter_mut().try_for_each(|slice| slice.set(tiers, 1 + number, &values))?;
-                }
+                (None, _) => {}
             }
             held.copy_version = version;
             held.slices.iter_mut().for_each(|slice| slice.version = version);
@@ -454,20 +480,25 @@ impl Held {
 }
 
 impl HeldSlice {
-    /// Sets the slice's parameters (0) or one of its states (from 1) from those of the whole tensor.
-    fn set(&mut self, tiers: &Tiers, part: usize, whole: &[f32]) -> Result {
-        let values = &whole[self.slice.range()];
-        match (&mut self.kept, part) {
-            (Kept::Memory(tensors), _) => {
+    /// Sets the slice's parameters (0) or one of its states (from 1).
+    fn set(&mut self, tiers: &Tiers, part: usize, read: impl FnOnce(&mut [f32]) -> Result) -> Result {
+        match &mut self.kept {
+            Kept::Memory(tensors) => {
                 let tensor = match part {
                     0 => &mut tensors.parameter,
                     state => &mut tensors.optimizer[state - 1],
                 };
-                Ok(tiers.of(self.tier).write_floats(tensor, &mut |out| out.copy_from_slice(values))?)
+                write(tiers.of(self.tier), tensor, read)
             }
-            (Kept::Disk(disk), 0) => disk.write_parameter(values),
-            (Kept::Disk(disk), state) => disk.write_state(state - 1, values),
-            (Kept::Lent, _) => panic!("state is set between steps"),
+            Kept::Disk(disk) => {
+                let mut values = vec![0.0; disk.elements];
+                read(&mut values)?;
+                match part {
+                    0 => disk.write_parameter(&values),
+                    state => disk.write_state(state - 1, &values),
+                }
+            }
+            Kept::Lent => panic!("state is set between steps"),
         }
     }
 

@@ -1,47 +1,52 @@
 //! Checkpoints: the state of a run at a step, complete or absent.
 //!
-//! A run's folder of checkpoints looks like this:
+//! A checkpoint is one part or several, written by as many writers that know nothing of each other, each with the slices
+//! it holds. One process alone writes one part. A run's folder of checkpoints looks like this:
 //!
 //! ```text
-//! step-00000100/manifest.json                  what is here, with the hash of every shard and its own
-//! step-00000100/parameter-00001.safetensors    one role per shard, so that tools can open the weights alone
-//! step-00000100/first_moment-00001.safetensors
-//! step-00000200.partial/                       a save that was interrupted; the next opening removes it
-//! step-00000300.replaced/                      the older of two saves of one step, while the newer moves in
+//! step-00000100-save-4-part-1-of-2/manifest.json                  what is here, with the hashes of its shards and its own
+//! step-00000100-save-4-part-1-of-2/parameter-00001.safetensors    one role per shard, so that tools can open the weights alone
+//! step-00000100-save-4-part-1-of-2/first_moment-00001.safetensors
+//! step-00000100-save-4-part-2-of-2/…
+//! step-00000200-save-5-part-1-of-2.partial/                       a part that is being written, or was interrupted
+//! step-00000050/                                                  a whole checkpoint, as versions before parts wrote it
 //! ```
 //!
-//! A save works in `.partial`, flushes every shard, writes the manifest last and then renames the folder:
-//! the name `step-N` is given only to what is whole and on the disk. Saving a step that exists replaces it,
-//! whatever it holds: the trainer that saves it again has the state it wants kept, and the old one may be
-//! the corrupt one it just recovered from. Removal renames to `.partial` first, so that what is half gone is
-//! never taken for a checkpoint. Nothing in a manifest depends on time or place: the same state gives the
-//! same bytes.
+//! A part gets its name when it is whole and on the disk (how, is its [place](crate::place)'s affair), and is never
+//! written again. A checkpoint is complete when all its parts are there; until then it is absent, and nobody has to say
+//! which of the two it is. The number of the save is in every name, so two attempts at one step never mix; the later one
+//! counts. Nothing in a manifest depends on time or place: the same state gives the same bytes.
 
+mod blocks;
+#[cfg(test)]
+mod crashes;
 mod load;
 mod manifest;
-mod save;
+mod name;
+mod pack;
 #[cfg(test)]
 mod tests;
+mod write;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 pub use load::Checkpoint;
-pub use manifest::{FORMAT, Manifest, Shard, TensorEntry};
-pub use save::{Entry, Header, Saved};
+pub use manifest::{FORMAT, Header, Manifest, Shard, TensorEntry};
+pub(crate) use name::REPLACED;
+pub use pack::Slice;
+pub use write::{Entry, PartWriter, Saved};
 
-use crate::disk::{self, Disk, RealDisk, Writing};
+use crate::disk::{Disk, RealDisk};
 use crate::error::{Error, Result};
+pub use crate::place::Location;
+use crate::place::{Folder, Listed, Place};
+use name::PartName;
 
 /// Data bytes of one shard file; a larger tensor is split over several.
 pub const SHARD_BYTES_MAX: u64 = 1 << 30;
-
-const MANIFEST_FILE: &str = "manifest.json";
-const PARTIAL: &str = ".partial";
-const REPLACED: &str = ".replaced";
 
 /// A checkpoint that [`Store::latest`] passed over, and why.
 #[derive(Debug)]
@@ -56,35 +61,72 @@ impl fmt::Display for Skipped {
     }
 }
 
-/// The folder of one run's checkpoints. One process at a time may save into it; any number may read.
-#[derive(Debug)]
+/// Where one run's checkpoints lie. Any number may write parts into it and read from it at once; one decides which saves
+/// there are, and removes what is not needed any more.
+#[derive(Debug, Clone)]
 pub struct Store {
-    root: PathBuf,
-    disk: Arc<dyn Disk>,
+    place: Arc<dyn Place>,
     shard_bytes_max: u64,
+    block_bytes: u64,
+}
+
+/// Something there that has a part's name.
+#[derive(Debug)]
+struct Found {
+    name: PartName,
+    listed: Listed,
 }
 
 impl Store {
-    /// Opens the folder to save into it: creates it if need be, and tidies what an interrupted save,
-    /// replacement or removal left behind.
+    /// Opens the folder for the one who decides about its saves, while nobody writes there: creates it if need be, and
+    /// removes what interrupted saves and removals left behind.
     pub fn open(root: &Path) -> Result<Store> {
         Store::open_on(root, Arc::new(RealDisk))
     }
 
-    /// Opens an existing folder to read from it, perhaps while a run saves into it: changes nothing.
+    /// Opens an existing folder to read from it or to write parts, perhaps while others do: changes nothing.
     pub fn open_existing(root: &Path) -> Result<Store> {
-        fs::read_dir(root).map_err(Error::io("list", root))?;
-        Ok(Store { root: root.to_owned(), disk: Arc::new(RealDisk), shard_bytes_max: SHARD_BYTES_MAX })
+        Ok(Store::at(Arc::new(Folder::existing(root, Arc::new(RealDisk))?)))
+    }
+
+    /// [`Store::open`], wherever it lies.
+    pub fn open_at(location: &Location) -> Result<Store> {
+        match location {
+            Location::Folder(root) => Store::open(root),
+            Location::Objects { url, options } => {
+                let store = Store::of_objects(url, options)?;
+                store.tidy()?;
+                Ok(store)
+            }
+        }
+    }
+
+    /// [`Store::open_existing`], wherever it lies.
+    pub fn open_existing_at(location: &Location) -> Result<Store> {
+        match location {
+            Location::Folder(root) => Store::open_existing(root),
+            Location::Objects { url, options } => Store::of_objects(url, options),
+        }
+    }
+
+    #[cfg(feature = "object-store")]
+    fn of_objects(url: &str, options: &BTreeMap<String, String>) -> Result<Store> {
+        Ok(Store::at(Arc::new(crate::place::Objects::open(url, options)?)))
+    }
+
+    #[cfg(not(feature = "object-store"))]
+    fn of_objects(url: &str, _options: &BTreeMap<String, String>) -> Result<Store> {
+        Err(Error::NoObjects { url: url.to_owned() })
     }
 
     pub(crate) fn open_on(root: &Path, disk: Arc<dyn Disk>) -> Result<Store> {
-        let store = Store { root: root.to_owned(), disk, shard_bytes_max: SHARD_BYTES_MAX };
-        if !disk::exists(root)? {
-            fs::create_dir_all(root).map_err(Error::io("create the folder", root))?;
-            store.writing(0).sync_dir(disk::parent_of(root))?;
-        }
+        let store = Store::at(Arc::new(Folder::make(root, disk)?));
         store.tidy()?;
         Ok(store)
+    }
+
+    fn at(place: Arc<dyn Place>) -> Store {
+        Store { place, shard_bytes_max: SHARD_BYTES_MAX, block_bytes: blocks::BLOCK_BYTES }
     }
 
     /// Bounds the data bytes of one shard file; at least one element goes into each.
@@ -93,105 +135,155 @@ impl Store {
         self
     }
 
+    #[cfg(test)]
+    pub(crate) fn with_block_bytes(mut self, bytes: u64) -> Store {
+        self.block_bytes = bytes;
+        self
+    }
+
     pub fn root(&self) -> &Path {
-        &self.root
+        self.place.root()
     }
 
-    /// The steps of the checkpoints that are complete, ascending: their manifest is whole and every shard
-    /// has its size. Hashes are checked when one is loaded.
+    /// A number for a save that no save of this step has, finished or not. It counts from 1 at every step, so a run that
+    /// was interrupted writes the same bytes as one that was not. Someone who gives out numbers otherwise is free to.
+    pub fn next_id(&self, step: u64) -> Result<u64> {
+        let parts = self.parts()?;
+        let of_step = parts.iter().filter(|found| found.name.step == step);
+        Ok(of_step.map(|found| found.name.id).max().unwrap_or(name::FORMAT_1_ID) + 1)
+    }
+
+    /// The steps of the checkpoints that are complete, ascending: all parts are there, their manifests are whole
+    /// and every shard has its size. Hashes are checked when one is loaded.
     pub fn list(&self) -> Result<Vec<u64>> {
-        let folders = self.folders()?;
-        Ok(folders
-            .into_iter()
-            .filter(|(step, path)| load::is_complete(path, *step))
-            .map(|(step, _)| step)
-            .collect())
+        let steps: BTreeSet<u64> = self.complete()?.into_iter().map(|(step, _)| step).collect();
+        Ok(steps.into_iter().collect())
     }
 
-    /// The newest checkpoint whose manifest and every shard verify, with those passed over on the way to
-    /// it. `None` only when there is no checkpoint at all: if there are some and none can be used, that is
-    /// an error, for a run must not start anew because its state went bad. So is a newer format.
+    /// The newest checkpoint that is complete and sound, with those passed over on the way to it. In a folder every byte
+    /// of it is verified; in an object store all but the shards' content, which is when it is read. `None` only when
+    /// there is no checkpoint at all: if there are some and none can be used, that is an error, for a run must not start
+    /// anew because its state went bad. So is a newer format.
     pub fn latest(&self) -> Result<Option<(Checkpoint, Vec<Skipped>)>> {
         let mut skipped = Vec::new();
-        for (step, path) in self.folders()?.into_iter().rev() {
-            match Checkpoint::open(&path, step) {
+        let found = self.parts()?;
+        for ((step, _), parts) in whole(&found).into_iter().rev() {
+            let opened = Checkpoint::open(&*self.place, &parts).and_then(|checkpoint| {
+                if self.place.is_near() {
+                    checkpoint.verify()?;
+                }
+                Ok(checkpoint)
+            });
+            match opened {
                 Ok(checkpoint) => return Ok(Some((checkpoint, skipped))),
                 Err(error @ Error::Format { .. }) => return Err(error),
                 Err(reason) => skipped.push(Skipped { step, reason }),
             }
         }
-        if skipped.is_empty() { Ok(None) } else { Err(Error::NoneValid { root: self.root.clone(), skipped }) }
+        let root = self.root().to_owned();
+        if skipped.is_empty() { Ok(None) } else { Err(Error::NoneValid { root, skipped }) }
     }
 
-    /// The checkpoint of one step, verified.
+    /// The last checkpoint that was saved of a step. Its content is verified as it is read.
     pub fn load(&self, step: u64) -> Result<Checkpoint> {
-        let folders = self.folders()?;
-        match folders.get(&step) {
-            Some(path) => Checkpoint::open(path, step),
-            None => {
-                let available = folders.into_keys().collect();
-                Err(Error::NoCheckpoint { root: self.root.clone(), step, available })
-            }
+        let found = self.parts()?;
+        let whole = whole(&found);
+        match whole.range((step, 0)..=(step, u64::MAX)).next_back() {
+            Some((_, parts)) => Checkpoint::open(&*self.place, parts),
+            None => Err(self.absent(step, &whole)),
         }
     }
 
-    /// Removes every checkpoint older than the newest `keep` complete ones and returns their steps. The
-    /// newest is kept whatever `keep` says. Incomplete ones do not count as kept, and those newer than the
-    /// kept ones stay, for someone to look at.
+    /// The checkpoint of a step that a save made. Its content is verified as it is read.
+    pub fn load_save(&self, step: u64, id: u64) -> Result<Checkpoint> {
+        let found = self.parts()?;
+        let whole = whole(&found);
+        match whole.get(&(step, id)) {
+            Some(parts) => Checkpoint::open(&*self.place, parts),
+            None => Err(self.absent(step, &whole)),
+        }
+    }
+
+    /// Removes every checkpoint older than the newest `keep` complete ones, complete or not, and of those of one step
+    /// all before the last that is complete; returns the steps that are gone. The newest is kept whatever `keep`
+    /// says. Incomplete ones do not count as kept, and those newer than the kept ones stay, for someone to look at.
     pub fn collect(&self, keep: usize) -> Result<Vec<u64>> {
-        let complete = self.list()?;
-        let kept = &complete[complete.len().saturating_sub(keep.max(1))..];
-        let Some(&oldest_kept) = kept.first() else { return Ok(Vec::new()) };
-        let mut removed = Vec::new();
-        for (step, path) in self.folders()?.range(..oldest_kept) {
-            let doomed = self.folder(*step, PARTIAL);
-            self.writing(0).remove_tree(&doomed)?;
-            self.writing(0).rename(path, &doomed)?;
-            self.writing(0).remove_tree(&doomed)?;
-            removed.push(*step);
-        }
-        Ok(removed)
+        // The last save of each step.
+        let complete: BTreeMap<u64, u64> = self.complete()?.into_iter().collect();
+        let Some(&oldest_kept) = complete.keys().rev().take(keep.max(1)).next_back() else {
+            return Ok(Vec::new());
+        };
+        let is_old = |name: PartName| {
+            name.step < oldest_kept || complete.get(&name.step).is_some_and(|last| name.id < *last)
+        };
+        let mut steps = self.remove_where(is_old)?;
+        steps.retain(|step| *step < oldest_kept);
+        Ok(steps.into_iter().collect())
     }
 
-    fn writing(&self, needed_bytes: u64) -> Writing<'_> {
-        Writing { disk: &*self.disk, needed_bytes }
+    /// Removes everything that belongs to other saves than these, complete or not.
+    pub fn keep_only(&self, ids: &[u64]) -> Result<()> {
+        self.remove_where(|name| !ids.contains(&name.id)).map(drop)
     }
 
-    /// Removes half-made and half-removed folders, and ends half-done replacements.
-    fn tidy(&self) -> Result<()> {
-        for step in self.steps_with(PARTIAL)? {
-            self.writing(0).remove_tree(&self.folder(step, PARTIAL))?;
-        }
-        for step in self.steps_with(REPLACED)? {
-            self.writing(0).undo_half_replacement(&self.folder(step, ""), &self.folder(step, REPLACED))?;
-        }
-        Ok(())
-    }
-
-    fn folder(&self, step: u64, suffix: &str) -> PathBuf {
-        self.root.join(format!("step-{step:08}{suffix}"))
-    }
-
-    /// Every checkpoint's folder, good or bad. A replacement interrupted before the new one moved in leaves
-    /// the old one under its other name, which is read as well: only [`Store::open`] may repair it.
-    fn folders(&self) -> Result<BTreeMap<u64, PathBuf>> {
-        let set_aside =
-            self.steps_with(REPLACED)?.into_iter().map(|step| (step, self.folder(step, REPLACED)));
-        let in_place = self.steps_with("")?.into_iter().map(|step| (step, self.folder(step, "")));
-        Ok(set_aside.chain(in_place).collect())
-    }
-
-    /// The steps of the folders named `step-N` followed by `suffix`. Other names are none of ours.
-    fn steps_with(&self, suffix: &str) -> Result<BTreeSet<u64>> {
+    /// Removes the parts that are so called and returns their steps, where any of them was finished.
+    fn remove_where(&self, doomed: impl Fn(PartName) -> bool) -> Result<BTreeSet<u64>> {
         let mut steps = BTreeSet::new();
-        for path in disk::entries(&self.root)? {
-            let name = path.file_name().and_then(|name| name.to_str());
-            let digits = name.and_then(|name| name.strip_prefix("step-")?.strip_suffix(suffix));
-            let Some(step) = digits.and_then(|digits| digits.parse().ok()) else { continue };
-            if self.folder(step, suffix) == path && path.is_dir() {
-                steps.insert(step);
+        for found in self.parts()?.iter().filter(|found| doomed(found.name)) {
+            self.place.remove(&found.listed)?;
+            if found.listed.finished {
+                steps.insert(found.name.step);
             }
         }
         Ok(steps)
     }
+
+    fn absent(&self, step: u64, whole: &BTreeMap<(u64, u64), Vec<&Found>>) -> Error {
+        let available: BTreeSet<u64> = whole.keys().map(|(step, _)| *step).collect();
+        Error::NoCheckpoint { root: self.root().to_owned(), step, available: available.into_iter().collect() }
+    }
+
+    /// Removes what is half made or half removed, and ends what earlier versions left half done.
+    fn tidy(&self) -> Result<()> {
+        for found in self.parts()?.iter().filter(|found| !found.listed.finished) {
+            self.place.remove(&found.listed)?;
+        }
+        self.place.tidy()
+    }
+
+    /// Everything there with a part's name, good or bad. Other names are none of ours. A folder that a save of format 1
+    /// set aside counts where the one that was to replace it did not get its name.
+    fn parts(&self) -> Result<Vec<Found>> {
+        let listed = self.place.list()?;
+        let names: BTreeSet<String> = listed.iter().map(|listed| listed.name.clone()).collect();
+        let format_1 = |name: &str| match name.strip_suffix(REPLACED) {
+            Some(replaced) if names.contains(replaced) => None,
+            Some(replaced) => PartName::parse_format_1(replaced),
+            None => PartName::parse_format_1(name),
+        };
+        let named = |listed: Listed| {
+            let name = PartName::parse(&listed.name).or_else(|| format_1(&listed.name))?;
+            Some(Found { name, listed })
+        };
+        Ok(listed.into_iter().filter_map(named).collect())
+    }
+
+    /// Step and number of the saves that are complete, ascending.
+    fn complete(&self) -> Result<Vec<(u64, u64)>> {
+        let found = self.parts()?;
+        let whole = whole(&found).into_iter();
+        Ok(whole.filter(|(_, parts)| load::is_complete(&*self.place, parts)).map(|(save, _)| save).collect())
+    }
+}
+
+/// The saves of which all parts are finished, by step and number, each with its parts in order. If somebody gave one
+/// number to two saves that were cut differently, the one of more parts counts, every time.
+fn whole(found: &[Found]) -> BTreeMap<(u64, u64), Vec<&Found>> {
+    let mut finished: Vec<&Found> = found.iter().filter(|found| found.listed.finished).collect();
+    finished.sort_by_key(|found| found.name);
+    let of_one_save = |left: &&Found, right: &&Found| {
+        PartName { part: 0, ..left.name } == PartName { part: 0, ..right.name }
+    };
+    let saves = finished.chunk_by(of_one_save).filter(|parts| parts.len() == parts[0].name.of);
+    saves.map(|parts| ((parts[0].name.step, parts[0].name.id), parts.to_vec())).collect()
 }

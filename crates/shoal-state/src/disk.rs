@@ -78,14 +78,6 @@ impl DiskFile for File {
     }
 }
 
-/// A file once it is written: its size and the hash of its bytes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Written {
-    pub bytes: u64,
-    /// BLAKE3, in lowercase hexadecimal.
-    pub blake3: String,
-}
-
 /// One piece of work that writes `needed_bytes` in all, which is what a full disk reports.
 #[derive(Clone, Copy)]
 pub(crate) struct Writing<'a> {
@@ -110,16 +102,16 @@ impl Writing<'_> {
 
     pub(crate) fn create(&self, path: &Path) -> Result<Sink<'_>> {
         let file = self.disk.create_file(path).map_err(self.failed("create", path))?;
-        Ok(Sink { writing: *self, path: path.to_owned(), file, hasher: blake3::Hasher::new(), bytes: 0 })
+        Ok(Sink { writing: *self, path: path.to_owned(), file, bytes: 0 })
     }
 
-    pub(crate) fn write_file(&self, path: &Path, bytes: &[u8]) -> Result<Written> {
+    pub(crate) fn write_file(&self, path: &Path, bytes: &[u8]) -> Result<u64> {
         let mut sink = self.create(path)?;
         sink.write(bytes)?;
         sink.finish()
     }
 
-    pub(crate) fn copy_file(&self, from: &Path, to: &Path) -> Result<Written> {
+    pub(crate) fn copy_file(&self, from: &Path, to: &Path) -> Result<u64> {
         let mut source = open_regular(from)?.0;
         let mut sink = self.create(to)?;
         let mut chunk = vec![0; CHUNK_BYTES];
@@ -187,12 +179,11 @@ impl Writing<'_> {
     }
 }
 
-/// A file being written and hashed at once.
+/// A file being written.
 pub(crate) struct Sink<'a> {
     writing: Writing<'a>,
     path: PathBuf,
     file: Box<dyn DiskFile>,
-    hasher: blake3::Hasher,
     bytes: u64,
 }
 
@@ -211,15 +202,14 @@ impl Sink<'_> {
                 Err(cause) => return Err(self.writing.failed("write", &self.path)(cause)),
             }
         }
-        self.hasher.update(bytes);
         self.bytes += bytes.len() as u64;
         Ok(())
     }
 
-    /// Flushes the file to the disk itself, where a delayed "disk full" also shows.
-    pub(crate) fn finish(mut self) -> Result<Written> {
+    /// Flushes the file to the disk itself, where a delayed "disk full" also shows, and returns its bytes.
+    pub(crate) fn finish(mut self) -> Result<u64> {
         self.file.sync().map_err(self.writing.failed("flush", &self.path))?;
-        Ok(Written { bytes: self.bytes, blake3: self.hasher.finalize().to_hex().to_string() })
+        Ok(self.bytes)
     }
 }
 

@@ -3,6 +3,7 @@
 //! binary prints after `hint:`.
 
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::checkpoint::Skipped;
@@ -34,6 +35,24 @@ pub enum Error {
     /// The caller's buffer does not have the tensor's size.
     #[error("{path}: tensor {} has {elements} elements, the buffer {buffer}", text::quoted(tensor))]
     Buffer { path: PathBuf, tensor: String, elements: u64, buffer: usize },
+    /// Elements asked for that the tensor does not have, or not as many as the buffer.
+    #[error(
+        "{path}: elements {} to {} of tensor {} were asked for, which has {elements}; the buffer has {buffer}",
+        range.start, range.end, text::quoted(tensor)
+    )]
+    Range { path: PathBuf, tensor: String, elements: u64, range: Range<usize>, buffer: usize },
+    /// An object store refused, or could not be reached.
+    #[error("{path}: cannot {action}: {reason}")]
+    Objects { path: PathBuf, action: &'static str, reason: String },
+    /// An object store is named, and this program knows none.
+    #[error("{url}: this program was built without object stores")]
+    NoObjects { url: String },
+    /// A URL that names no place. It is not shown: there may be a secret in it.
+    #[error("a URL with {}:// cannot be used: {reason}", text::printable(scheme))]
+    Location { scheme: String, reason: String },
+    /// A part of a checkpoint that cannot be begun.
+    #[error("{path}: cannot write it: {reason}")]
+    Part { path: PathBuf, reason: String },
     /// A tensor given to be written that cannot be.
     #[error("{path}: cannot write tensor {}: {reason}", text::quoted(tensor))]
     Entry { path: PathBuf, tensor: String, reason: String },
@@ -41,7 +60,7 @@ pub enum Error {
     #[error("{path}: {reason}")]
     Damaged { path: PathBuf, reason: String },
     /// A whole manifest of a format this program does not know.
-    #[error("{path}: the checkpoint has format {found}; this program reads format {known}")]
+    #[error("{path}: the checkpoint has format {found}; this program reads up to {known}")]
     Format { path: PathBuf, found: u32, known: u32 },
     /// The checkpoint asked for by step does not exist.
     #[error("{root}: there is no checkpoint of step {step}")]
@@ -110,7 +129,19 @@ impl Error {
                     .to_owned(),
             ),
             Error::Dtype { .. } => Some("convert the weights to F32, BF16 or F16 first".to_owned()),
-            Error::Buffer { .. } | Error::Entry { .. } | Error::NoState { .. } => None,
+            Error::Buffer { .. }
+            | Error::Range { .. }
+            | Error::Part { .. }
+            | Error::Entry { .. }
+            | Error::NoState { .. } => None,
+            Error::Objects { .. } => Some(
+                "check bucket, region and credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and their like) in the environment"
+                    .to_owned(),
+            ),
+            Error::NoObjects { .. } => {
+                Some("build it with `--features object-store`, or name a folder".to_owned())
+            }
+            Error::Location { .. } => Some("name a folder, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX".to_owned()),
             Error::Damaged { .. } => {
                 Some("this checkpoint cannot be trusted; go back to an earlier one".to_owned())
             }

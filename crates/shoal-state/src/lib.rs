@@ -18,6 +18,7 @@ mod error;
 #[cfg(test)]
 mod faults;
 pub mod hugging_face;
+mod place;
 pub mod tensors;
 mod text;
 

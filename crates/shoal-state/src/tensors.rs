@@ -1,5 +1,5 @@
 //! safetensors files. Two halves: [`TensorFile`] reads what anyone may have written, so it believes nothing
-//! the header says before checking it; [`TensorWriter`] writes ours, deterministically and hashed.
+//! the header says before checking it; [`TensorWriter`] writes ours, deterministically.
 
 mod header;
 mod read;
@@ -9,8 +9,7 @@ pub use header::{Fault, TensorInfo};
 pub use read::TensorFile;
 pub use safetensors::Dtype;
 pub use write::{TensorData, TensorWriter};
-
-pub use crate::disk::Written;
+pub(crate) use write::{TensorLayout, floats};
 
 /// The largest header accepted, the format's own bound. It is all of a file that is held in memory.
 pub const HEADER_BYTES_MAX: u64 = 100_000_000;

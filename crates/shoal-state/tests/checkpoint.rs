@@ -49,32 +49,35 @@ fn a_checkpoint_comes_back_as_it_was_saved() {
     assert!(store.latest().expect("an empty folder is no error").is_none());
     save(&store, 100, 1.0);
     let path = save(&store, 200, 2.0);
-    assert!(path.ends_with("checkpoints/step-00000200"));
+    assert!(path.ends_with("checkpoints/step-00000200-save-1-part-1-of-1"), "{path:?}");
 
     assert_eq!(store.list().expect("listed"), [100, 200]);
     let (checkpoint, skipped) = store.latest().expect("whole").expect("there is one");
     assert!(skipped.is_empty());
-    let manifest = checkpoint.manifest();
-    assert_eq!((manifest.step, manifest.position, manifest.seed), (200, 6400, 7));
-    assert_eq!((manifest.job.as_str(), manifest.rng.as_str()), ("0123abcd", "philox"));
-    assert_eq!(manifest.extra["schedule"]["final"], 0.1);
+    assert_eq!(checkpoint.header(), &header(200));
+    let [manifest] = checkpoint.manifests() else { panic!("one part") };
+    assert_eq!((checkpoint.id(), manifest.part, manifest.of), (1, 1, 1));
     let files: Vec<&str> = manifest.shards.iter().map(|shard| shard.file.as_str()).collect();
     assert_eq!(files, ["first_moment-00001.safetensors", "parameter-00001.safetensors"]);
     assert_eq!(manifest.shards[1].tensors[0].shape, [2, 3]);
 
     let mut out = [0.0; 6];
-    checkpoint.read("w", "parameter", &mut out).expect("read");
+    checkpoint.read("w", "parameter", 0..6, &mut out).expect("read");
     assert_eq!(out, [2.0; 6]);
-    checkpoint.read("w", "first_moment", &mut out).expect("read");
+    checkpoint.read("w", "first_moment", 0..6, &mut out).expect("read");
     assert_eq!(out, [1.0; 6]);
-    store.load(100).expect("whole").read("w", "parameter", &mut out).expect("read");
+    store.load(100).expect("whole").read("w", "parameter", 0..6, &mut out).expect("read");
     assert_eq!(out, [1.0; 6]);
 
-    let no_role = checkpoint.read("w", "momentum", &mut out).expect_err("not saved");
+    let no_role = checkpoint.read("w", "momentum", 0..6, &mut out).expect_err("not saved");
     assert!(no_role.to_string().ends_with("the checkpoint holds no momentum of tensor `w`"), "{no_role}");
     assert!(checkpoint.contains("w", "parameter") && !checkpoint.contains("v", "parameter"));
-    let short = checkpoint.read("w", "parameter", &mut out[1..]).expect_err("too small");
-    assert!(short.to_string().ends_with("tensor `w` has 6 elements, the buffer 5"), "{short}");
+    checkpoint.read("w", "parameter", 2..5, &mut out[..3]).expect("read");
+    assert_eq!(out[..4], [2.0, 2.0, 2.0, 1.0]);
+    let short = checkpoint.read("w", "parameter", 0..6, &mut out[1..]).expect_err("too small");
+    let message = "elements 0 to 6 of tensor `w` were asked for, which has 6; the buffer has 5";
+    assert!(short.to_string().ends_with(message), "{short}");
+    assert!(checkpoint.read("w", "parameter", 2..7, &mut out[..5]).is_err(), "past the end");
     let absent = store.load(300).expect_err("not saved");
     assert!(absent.to_string().ends_with("there is no checkpoint of step 300"), "{absent}");
     assert_eq!(absent.hint().expect("a hint"), "the checkpoints there: [100, 200]");
@@ -92,8 +95,7 @@ fn a_tensor_larger_than_a_shard_is_split_and_joined() {
     });
     store.save(header(1), entries).expect("saved");
     let checkpoint = store.load(1).expect("whole");
-    let layout: Vec<Vec<(&str, u64, u64)>> = checkpoint
-        .manifest()
+    let layout: Vec<Vec<(&str, u64, u64)>> = checkpoint.manifests()[0]
         .shards
         .iter()
         .map(|shard| {
@@ -104,9 +106,9 @@ fn a_tensor_larger_than_a_shard_is_split_and_joined() {
         [vec![("a", 0, 4)], vec![("b", 0, 10)], vec![("b", 10, 20)], vec![("b", 20, 25), ("c", 0, 4)]];
     assert_eq!(layout, expected);
     let mut out = [0.0; 25];
-    checkpoint.read("b", "parameter", &mut out).expect("read");
+    checkpoint.read("b", "parameter", 0..25, &mut out).expect("read");
     assert!(out[..] == large[..]);
-    checkpoint.read("c", "parameter", &mut out[..4]).expect("read");
+    checkpoint.read("c", "parameter", 0..4, &mut out[..4]).expect("read");
     assert!(out[..4] == large[..4]);
 }
 
@@ -125,7 +127,7 @@ fn any_changed_byte_is_noticed_and_the_older_checkpoint_used() {
             fs::write(&path, &changed).expect("written");
             let (checkpoint, skipped) =
                 store.latest().expect("the older one is whole").expect("there is one");
-            assert_eq!(checkpoint.manifest().step, 100, "byte {at} of {path:?}");
+            assert_eq!(checkpoint.header().step, 100, "byte {at} of {path:?}");
             assert_eq!(skipped.len(), 1);
             assert_eq!(skipped[0].step, 200);
             let message = skipped[0].to_string();
@@ -136,18 +138,14 @@ fn any_changed_byte_is_noticed_and_the_older_checkpoint_used() {
             noticed += 1;
         }
         fs::write(&path, &sound[..sound.len() - 1]).expect("written");
-        assert_eq!(
-            store.latest().expect("whole").expect("some").0.manifest().step,
-            100,
-            "{path:?} cut short"
-        );
+        assert_eq!(store.latest().expect("whole").expect("some").0.header().step, 100, "{path:?} cut short");
         assert_eq!(store.list().expect("listed"), [100]);
         fs::remove_file(&path).expect("removed");
-        assert_eq!(store.latest().expect("whole").expect("some").0.manifest().step, 100, "{path:?} missing");
+        assert_eq!(store.latest().expect("whole").expect("some").0.header().step, 100, "{path:?} missing");
         fs::write(&path, &sound).expect("written");
     }
     assert!(noticed > 1000);
-    assert_eq!(store.latest().expect("whole").expect("some").0.manifest().step, 200);
+    assert_eq!(store.latest().expect("whole").expect("some").0.header().step, 200);
 }
 
 #[test]
@@ -172,8 +170,9 @@ fn a_run_never_starts_anew_because_its_checkpoints_went_bad() {
     assert!(error.hint().expect("a hint").contains("nothing was removed"));
     assert!(store.load(100).expect_err("cut").hint().expect("a hint").contains("earlier"));
 
-    fs::remove_file(dir.path().join("checkpoints/step-00000100/manifest.json")).expect("removed");
-    fs::remove_dir_all(dir.path().join("checkpoints/step-00000200")).expect("removed");
+    fs::remove_file(dir.path().join("checkpoints/step-00000100-save-1-part-1-of-1/manifest.json"))
+        .expect("removed");
+    fs::remove_dir_all(dir.path().join("checkpoints/step-00000200-save-1-part-1-of-1")).expect("removed");
     assert!(
         matches!(store.latest(), Err(Error::NoneValid { .. })),
         "a folder without a manifest is not nothing"
@@ -195,10 +194,10 @@ fn a_manifest_of_another_format_or_step_is_not_read() {
         fs::write(&path, format!("{body},\n  \"blake3\": \"{hash}\"\n}}\n")).expect("written");
     };
 
-    rewritten("\"format\": 1", "\"format\": 2");
+    rewritten("\"format\": 2", "\"format\": 3");
     let error = store.latest().expect_err("falling back would lose the newer program's work");
     assert!(
-        error.to_string().ends_with("the checkpoint has format 2; this program reads format 1"),
+        error.to_string().ends_with("the checkpoint has format 3; this program reads up to 2"),
         "{error}"
     );
     assert!(error.hint().expect("a hint").contains("version of the program"));
@@ -206,6 +205,15 @@ fn a_manifest_of_another_format_or_step_is_not_read() {
     rewritten("\"step\": 200", "\"step\": 300");
     let error = store.load(200).expect_err("another step's");
     assert!(error.to_string().ends_with("the manifest is of step 300, the folder of step 200"), "{error}");
+    rewritten("\"id\": 1", "\"id\": 4");
+    let error = store.load(200).expect_err("another save's");
+    assert!(error.to_string().contains("is of step-00000200-save-4-part-1-of-1, the folder of"), "{error}");
+    rewritten("\"block_bytes\": 4194304", "\"block_bytes\": 0");
+    let error = store.load(200).expect_err("no size of a block");
+    assert!(error.to_string().contains("not hashed in blocks of 0 bytes"), "{error}");
+    rewritten("\"block_bytes\": 4194304", "\"block_bytes\": 50");
+    let error = store.load(200).expect_err("too few hashes");
+    assert!(error.to_string().contains("has 1 hashes, not 2"), "{error}");
     rewritten("parameter-00001", "../step-00000100/parameter-00001");
     let error = store.load(200).expect_err("outside");
     assert!(error.to_string().contains("would lie outside the checkpoint"), "{error}");
@@ -216,7 +224,7 @@ fn a_manifest_of_another_format_or_step_is_not_read() {
     let error = store.load(200).expect_err("not the whole tensor");
     assert!(error.to_string().contains("are not the whole tensor"), "{error}");
     rewritten("", "");
-    assert_eq!(store.load(200).expect("as it was saved").manifest().step, 200);
+    assert_eq!(store.load(200).expect("as it was saved").header().step, 200);
 }
 
 #[test]
@@ -228,11 +236,12 @@ fn the_old_ones_are_collected_and_the_newest_whole_one_never() {
     }
     assert_eq!(store.collect(3).expect("collected"), [1, 2]);
     assert_eq!(store.list().expect("listed"), [3, 4, 5]);
-    fs::write(dir.path().join("checkpoints/step-00000005/manifest.json"), "{}").expect("spoilt");
+    fs::write(dir.path().join("checkpoints/step-00000005-save-1-part-1-of-1/manifest.json"), "{}")
+        .expect("spoilt");
     assert_eq!(store.collect(1).expect("collected"), [3], "the spoilt one does not count as kept");
     assert_eq!(store.list().expect("listed"), [4]);
     assert_eq!(store.collect(0).expect("collected"), [0u64; 0]);
-    assert_eq!(store.latest().expect("whole").expect("some").0.manifest().step, 4);
+    assert_eq!(store.latest().expect("whole").expect("some").0.header().step, 4);
 }
 
 #[test]
@@ -240,12 +249,12 @@ fn leftovers_are_tidied_by_the_writer_and_left_by_a_reader() {
     let dir = TempDir::new().expect("a temporary folder");
     save(&open(&dir), 100, 1.0);
     let root = dir.path().join("checkpoints");
-    let partial = root.join("step-00000200.partial");
+    let partial = root.join("step-00000200-save-1-part-1-of-1.partial");
     fs::create_dir(&partial).expect("made");
     fs::write(partial.join("parameter-00001.safetensors"), "half").expect("written");
     fs::create_dir(root.join("mine.partial")).expect("made");
     let reader = Store::open_existing(&root).expect("opened");
-    assert_eq!(reader.latest().expect("whole").expect("some").0.manifest().step, 100);
+    assert_eq!(reader.latest().expect("whole").expect("some").0.header().step, 100);
     assert!(partial.exists(), "a run may be writing it");
     open(&dir);
     assert!(!partial.exists());
@@ -262,7 +271,7 @@ fn a_step_saved_again_is_replaced() {
     fs::write(path.join("manifest.json"), "torn").expect("spoilt");
     save(&store, 100, 3.0);
     let mut out = [0.0; 6];
-    store.load(100).expect("whole").read("w", "parameter", &mut out).expect("read");
+    store.load(100).expect("whole").read("w", "parameter", 0..6, &mut out).expect("read");
     assert_eq!(out, [3.0; 6]);
     assert_eq!(files(store.root()).len(), 1);
 }
@@ -275,7 +284,9 @@ fn entries_that_cannot_be_saved_are_refused_before_anything_is_written() {
     let refused = |entries: &[Entry<'_>]| {
         store.save(header(1), entries.iter().copied()).expect_err("refused").to_string()
     };
-    assert!(refused(&[good, good]).ends_with("cannot write tensor `w`: it is given twice as parameter"));
+    assert!(
+        refused(&[good, good]).ends_with("cannot write tensor `w`: some of it is given twice as parameter")
+    );
     assert!(refused(&[Entry { shape: &[2], ..good }]).ends_with("its shape [2] does not have 1 elements"));
     assert!(refused(&[Entry { role: "../x", ..good }]).contains("cannot be part of a file name"));
     assert!(refused(&[Entry { name: "__metadata__", ..good }]).contains("keeps this name"));

@@ -90,6 +90,15 @@ impl LocalDevice {
         }
     }
 
+    /// Host memory beside a step that takes so much of the device's: what is left of the budget where both are one, else
+    /// what the host can spare.
+    pub fn host_room_bytes(&self, step_bytes: u64) -> u64 {
+        match &self.gpu {
+            None => self.budget_bytes.saturating_sub(step_bytes),
+            Some(_) => LocalDevice::new(None, None).budget_bytes,
+        }
+    }
+
     /// An error where the model has a size, or the job a precision, that this device has no kernel for.
     pub fn assert_takes(&self, job: &Job) -> Result {
         self.assert_computes(job.precision)?;
@@ -376,7 +385,9 @@ pub fn executor(
         let tiers = spill::tiers(device, around, planned, precision, deterministic, &folder)?;
         return share_executor(job, chain, &planned.plan, 0, tiers, None, set_parameters);
     }
-    let tiers = Tiers::only(device.open(precision, deterministic)?)?;
+    // Room for a copy of the state too, from which checkpoints are written while training goes on.
+    let room_bytes = device.host_room_bytes(planned.memory.total());
+    let tiers = Tiers::with_room(device.open(precision, deterministic)?, room_bytes)?;
     let mut executor = share_executor(job, chain, &planned.plan, 0, tiers, None, set_parameters)?;
     executor.set_replay(job.graphs.unwrap_or_else(|| usual_replay(chain)));
     Ok(executor)

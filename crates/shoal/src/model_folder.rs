@@ -10,11 +10,11 @@ use shoal_engine::{EngineError, ModelState};
 use shoal_kernels::Device;
 use shoal_model::model::CONFIG_FILE;
 use shoal_model::{Chain, ConfigError, Model, shape};
-use shoal_state::checkpoint::{Checkpoint, Store};
+use shoal_state::checkpoint::{Checkpoint, Location, Store};
 use shoal_state::hugging_face::Folder;
 
 use crate::error::{CliError, Result};
-use crate::job::{CLASSES_KEY, IMAGES_KEY};
+use crate::job::{CHECKPOINT_TO_KEY, CHECKPOINTS, CLASSES_KEY, IMAGES_KEY};
 use crate::preprocessor;
 
 /// The names of a convolutional model's classes, a list.
@@ -67,17 +67,18 @@ impl ModelFolder {
     }
 
     fn open_run(path: &Path, identity: Identity, step: Option<u64>) -> Result<ModelFolder> {
-        let checkpoints = path.join("checkpoints");
+        let elsewhere = identity.free.get(CHECKPOINT_TO_KEY).and_then(Value::as_str).unwrap_or(CHECKPOINTS);
+        let checkpoints = Location::parse(elsewhere, path, std::env::vars())?;
         let none = || {
             CliError::said(
                 format!("{}: the run has no checkpoint yet", path.display()),
                 "let it train until its first checkpoint, or stop it with Ctrl-C",
             )
         };
-        if !checkpoints.is_dir() {
+        if matches!(&checkpoints, Location::Folder(folder) if !folder.is_dir()) {
             return Err(none());
         }
-        let store = Store::open_existing(&checkpoints)?;
+        let store = Store::open_existing_at(&checkpoints)?;
         let checkpoint = match step {
             Some(step) => store.load(step)?,
             None => store.latest()?.ok_or_else(none)?.0,
@@ -99,7 +100,7 @@ impl ModelFolder {
     /// The checkpoint's step, for a run.
     pub fn step(&self) -> Option<u64> {
         match &self.source {
-            Source::Run(checkpoint) => Some(checkpoint.manifest().step),
+            Source::Run(checkpoint) => Some(checkpoint.header().step),
             Source::Folder(_) => None,
         }
     }
@@ -113,9 +114,9 @@ impl ModelFolder {
     ) -> std::result::Result<(), EngineError> {
         match &self.source {
             Source::Folder(folder) => import(folder, device, chain, state),
-            Source::Run(checkpoint) => {
-                state.fill(device, chain, |spec, out| Ok(checkpoint.read(&spec.name, "parameter", out)?))
-            }
+            Source::Run(checkpoint) => state.fill(device, chain, |spec, out| {
+                Ok(checkpoint.read(&spec.name, "parameter", 0..out.len(), out)?)
+            }),
         }
     }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use shoal_engine::identity::Identity;
-use shoal_state::checkpoint::{Checkpoint, Store};
+use shoal_state::checkpoint::{Checkpoint, Location, Store};
 
 use crate::assemble::{self, JobData};
 use crate::error::{CliError, Result};
@@ -72,13 +72,14 @@ impl RunFolder {
                 eprintln!("note: {change}");
             }
         }
-        let store = Store::open(&store_folder(job))?;
+        let store = Store::open_at(&job.checkpoints)?;
         let found = store.latest()?.map(|(checkpoint, skipped)| {
             skipped.iter().for_each(|skipped| eprintln!("warning: {skipped}"));
             checkpoint
         });
         if let Some(checkpoint) = &found {
-            assert_ahead(job, checkpoint.manifest().step, stop_at)?;
+            assert_own(job, &identity, checkpoint)?;
+            assert_ahead(job, checkpoint.header().step, stop_at)?;
         }
         Ok(RunFolder { data, identity, store, found, _lock })
     }
@@ -89,9 +90,16 @@ pub fn data_folder(job: &Job) -> std::path::PathBuf {
     job.run_folder.join("data")
 }
 
-/// Where its checkpoints lie.
-pub fn store_folder(job: &Job) -> std::path::PathBuf {
-    job.run_folder.join("checkpoints")
+/// Refuses another job's checkpoints: a folder says itself whose it is, an object store does not.
+fn assert_own(job: &Job, identity: &Identity, checkpoint: &Checkpoint) -> Result {
+    let place = &job.checkpoints;
+    if matches!(place, Location::Objects { .. }) && checkpoint.header().job != identity.fingerprint() {
+        return Err(CliError::said(
+            format!("{}: the checkpoints there are another job's", place.shown()),
+            "choose another place with checkpoint.to, or undo the change to the job",
+        ));
+    }
+    Ok(())
 }
 
 /// Refuses to go on from a step that lies past the end.

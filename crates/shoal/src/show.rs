@@ -222,6 +222,11 @@ impl Progress {
             RunEvent::Saved { step, bytes, seconds } => {
                 self.say(&format!("saved step {step}: {} in {seconds:.1} s", bytes_text(*bytes)));
             }
+            RunEvent::SavesWait { needed_bytes, free_bytes } => self.say(&format!(
+                "note: training waits while checkpoints are written: a copy of the state takes {} of host memory, {} are free",
+                bytes_text(*needed_bytes),
+                bytes_text(*free_bytes),
+            )),
         }
     }
 

@@ -172,7 +172,7 @@ fn what_survives_whole_is_saved_at_the_step_of_the_loss() {
     lost.wait().fails(&["n2:0"], "");
     // Every line that was written is of a step that is saved.
     let steps = metrics(&folder.join("lost")).len();
-    let saved = folder.join("lost").join("checkpoints").join(format!("step-{steps:08}"));
+    let saved = common::checkpoint_of(&folder.join("lost"), steps as u64);
     assert!(saved.is_dir(), "{}", saved.display());
 
     let stop_at = (steps + 2).to_string();

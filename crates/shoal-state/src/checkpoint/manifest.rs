@@ -1,6 +1,5 @@
-//! The manifest of a checkpoint: what it is of and what lies in which shard. It is JSON that people can
-//! read, and its last field is the hash of every byte before it, so that a damaged manifest is noticed
-//! before anything in it is believed.
+//! The manifest of a part: what it is of and what lies in which shard. It is JSON that people can read, and its last
+//! field is the hash of every byte before it, so that a damaged manifest is noticed before anything in it is believed.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,24 +7,23 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::disk;
+use super::name::{FORMAT_1_ID, PartName};
 use crate::error::{Error, Result};
 use crate::text;
 
-/// The format this program writes, and the only one it reads.
-pub const FORMAT: u32 = 1;
+/// The format this program writes. It reads the one before too: a whole checkpoint in one folder, which is one part.
+pub const FORMAT: u32 = 2;
 
 /// A manifest of a million slices has about this size; more is not a manifest.
-const MANIFEST_BYTES_MAX: u64 = 500_000_000;
+pub(super) const MANIFEST_BYTES_MAX: u64 = 500_000_000;
 
 const HASH_BEFORE: &str = ",\n  \"blake3\": \"";
 const HASH_AFTER: &str = "\"\n}\n";
 const HASH_CHARS: usize = 2 * blake3::OUT_LEN;
 
-/// What a checkpoint holds.
+/// What a checkpoint is of. All its parts say the same.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Manifest {
-    pub format: u32,
+pub struct Header {
     /// The fingerprint of the job: a checkpoint continues this job and no other.
     pub job: String,
     /// Steps done.
@@ -39,23 +37,43 @@ pub struct Manifest {
     pub plan: String,
     /// Whatever else the run needs to go on, by name.
     pub extra: BTreeMap<String, Value>,
+}
+
+/// What a part holds.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    pub format: u32,
+    /// The number of the save. Parts of two saves never mix.
+    pub id: u64,
+    /// Which part this is, from 1, of how many.
+    pub part: usize,
+    pub of: usize,
+    #[serde(flatten)]
+    pub header: Header,
+    /// Shards are hashed in blocks of so many bytes, so that some of one can be read and verified alone. In format 1 they
+    /// are hashed whole.
+    pub block_bytes: Option<u64>,
     pub shards: Vec<Shard>,
 }
 
-/// One file of the checkpoint.
+/// One file of a part.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shard {
-    /// A name in the checkpoint's folder.
+    /// A name in the part's folder.
     pub file: String,
     pub bytes: u64,
-    pub blake3: String,
+    /// BLAKE3 of each block.
+    pub blocks: Vec<String>,
     pub tensors: Vec<TensorEntry>,
 }
 
-/// A slice of one tensor in one role. The shard holds it under `name`.
+/// A slice of one tensor in one role.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorEntry {
     pub name: String,
+    /// What the shard calls it, if not `name`: one shard may hold several slices of a tensor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
     /// `parameter`, `first_moment`, `second_moment`, `momentum`, …
     pub role: String,
     /// Of the whole tensor.
@@ -66,12 +84,22 @@ pub struct TensorEntry {
     pub end: u64,
 }
 
+impl TensorEntry {
+    pub(super) fn key(&self) -> &str {
+        self.key.as_deref().unwrap_or(&self.name)
+    }
+}
+
 impl Manifest {
+    pub(super) fn name(&self) -> PartName {
+        PartName { step: self.header.step, id: self.id, of: self.of, part: self.part }
+    }
+
     /// The file's bytes, the hash included. The same manifest gives the same bytes.
     pub(crate) fn encode(&self, path: &Path) -> Result<Vec<u8>> {
         let mut sorted = self.clone();
         // A map of JSON keeps the order of insertion when some other crate asks serde_json to.
-        sorted.extra.values_mut().for_each(Value::sort_all_objects);
+        sorted.header.extra.values_mut().for_each(Value::sort_all_objects);
         let mut bytes = serde_json::to_vec_pretty(&sorted)
             .map_err(|error| Error::io("encode the manifest", path)(error.into()))?;
         bytes.truncate(bytes.len() - "\n}".len());
@@ -82,11 +110,10 @@ impl Manifest {
         Ok(bytes)
     }
 
-    /// Reads and verifies a manifest.
-    pub(crate) fn read(path: &Path) -> Result<Manifest> {
+    /// Verifies a manifest's bytes, if there are no more of them than a manifest can have.
+    pub(crate) fn decode(path: &Path, bytes: Option<Vec<u8>>) -> Result<Manifest> {
         let damaged = |reason: &str| Error::Damaged { path: path.to_owned(), reason: reason.to_owned() };
-        let bytes = disk::read_bounded(path, MANIFEST_BYTES_MAX)?
-            .ok_or_else(|| damaged("the manifest is larger than any manifest can be"))?;
+        let bytes = bytes.ok_or_else(|| damaged("the manifest is larger than any manifest can be"))?;
         let body =
             verified_body(&bytes).ok_or_else(|| damaged("the manifest does not match its own hash"))?;
         let not_understood = |error: serde_json::Error| {
@@ -94,10 +121,14 @@ impl Manifest {
         };
 
         let probe: Probe = serde_json::from_slice(&body).map_err(not_understood)?;
-        if probe.format != FORMAT {
-            return Err(Error::Format { path: path.to_owned(), found: probe.format, known: FORMAT });
+        match probe.format {
+            FORMAT => serde_json::from_slice(&body).map_err(not_understood),
+            1 => {
+                let old: Format1 = serde_json::from_slice(&body).map_err(not_understood)?;
+                Ok(old.into())
+            }
+            found => Err(Error::Format { path: path.to_owned(), found, known: FORMAT }),
         }
-        serde_json::from_slice(&body).map_err(not_understood)
     }
 }
 
@@ -105,6 +136,31 @@ impl Manifest {
 #[derive(Deserialize)]
 struct Probe {
     format: u32,
+}
+
+/// A manifest as format 1 had it.
+#[derive(Deserialize)]
+struct Format1 {
+    #[serde(flatten)]
+    header: Header,
+    shards: Vec<Shard1>,
+}
+
+#[derive(Deserialize)]
+struct Shard1 {
+    file: String,
+    bytes: u64,
+    blake3: String,
+    tensors: Vec<TensorEntry>,
+}
+
+impl From<Format1> for Manifest {
+    fn from(old: Format1) -> Manifest {
+        let shard =
+            |Shard1 { file, bytes, blake3, tensors }| Shard { file, bytes, blocks: vec![blake3], tensors };
+        let shards = old.shards.into_iter().map(shard).collect();
+        Manifest { format: 1, id: FORMAT_1_ID, part: 1, of: 1, header: old.header, block_bytes: None, shards }
+    }
 }
 
 /// The manifest's JSON without the hash, if the hash is that of the JSON.

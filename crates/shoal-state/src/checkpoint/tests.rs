@@ -15,16 +15,19 @@ use crate::faults::{FaultyDisk, Plan};
 /// Small enough that one tensor is split and every role has several shards.
 const SHARD_BYTES_MAX: u64 = 24;
 
+/// Small enough that a shard has several, and that one ends inside a tensor.
+const BLOCK_BYTES: u64 = 50;
+
 /// No operation of these tests needs more; a loop that gets here does not end.
 const OPERATIONS_MAX: u64 = 500;
 
-struct State {
-    step: u64,
-    tensors: Vec<(&'static str, &'static str, Vec<usize>, Vec<f32>)>,
+pub(super) struct State {
+    pub(super) step: u64,
+    pub(super) tensors: Vec<(&'static str, &'static str, Vec<usize>, Vec<f32>)>,
 }
 
 /// A state whose every bit depends on `seed`, NaNs and subnormals included.
-fn state(step: u64, seed: u32) -> State {
+pub(super) fn state(step: u64, seed: u32) -> State {
     let mut bits = seed;
     let mut values = |count: usize| -> Vec<f32> {
         let next = || {
@@ -44,7 +47,7 @@ fn state(step: u64, seed: u32) -> State {
 }
 
 impl State {
-    fn header(&self) -> Header {
+    pub(super) fn header(&self) -> Header {
         Header {
             job: "tiny".to_owned(),
             step: self.step,
@@ -56,15 +59,17 @@ impl State {
         }
     }
 
-    fn entries(&self) -> impl DoubleEndedIterator<Item = Entry<'_>> {
+    pub(super) fn entries(&self) -> impl DoubleEndedIterator<Item = Entry<'_>> {
         self.tensors.iter().map(|(name, role, shape, data)| Entry { name, role, shape, data })
     }
 
-    fn is_in(&self, checkpoint: &Checkpoint) -> bool {
-        checkpoint.manifest().step == self.step
+    pub(super) fn is_in(&self, checkpoint: &Checkpoint) -> bool {
+        checkpoint.header().step == self.step
             && self.tensors.iter().all(|(name, role, _, data)| {
                 let mut read = vec![0.0; data.len()];
-                checkpoint.read(name, role, &mut read).expect("a verified checkpoint can be read");
+                checkpoint
+                    .read(name, role, 0..data.len(), &mut read)
+                    .expect("a verified checkpoint can be read");
                 let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
                 bits(&read) == bits(data)
             })
@@ -74,7 +79,7 @@ impl State {
 fn store(root: &Path, plan: Plan) -> (Store, Arc<FaultyDisk>) {
     let disk = FaultyDisk::shared(plan);
     let store = Store::open_on(root, disk.clone()).expect("an empty or tidy folder opens");
-    (store.with_shard_bytes_max(SHARD_BYTES_MAX), disk)
+    (store.with_shard_bytes_max(SHARD_BYTES_MAX).with_block_bytes(BLOCK_BYTES), disk)
 }
 
 fn saved(root: &Path, state: &State) {
@@ -185,7 +190,7 @@ fn a_death_while_collecting_leaves_the_newest() {
         assert_eq!(names(root.path()).len(), after.list().expect("listed").len(), "nothing half gone stays");
         if !disk.died() {
             assert_eq!(outcome.expect("collected"), [1, 2]);
-            assert_eq!(names(root.path()), ["step-00000003"]);
+            assert_eq!(names(root.path()), ["step-00000003-save-1-part-1-of-1"]);
             return;
         }
     }
@@ -210,13 +215,13 @@ fn a_disk_that_fills_at_any_byte_costs_nothing_but_the_save() {
         let (full, _) = store(root.path(), plan);
         let error = full.save(new.header(), new.entries()).expect_err("the disk is full");
         let Error::DiskFull { path, needed_bytes, .. } = &error else { panic!("{plan:?}: {error}") };
-        assert!(path.starts_with(root.path().join("step-00000200.partial")));
+        assert!(path.starts_with(root.path().join("step-00000200-save-1-part-1-of-1.partial")));
         assert_eq!(*needed_bytes, bytes);
         let hint = error.hint().expect("a full disk has a hint");
-        assert!(hint.starts_with("free at least 1.") && hint.contains("intact"), "{hint}");
+        assert!(hint.starts_with("free at least 2.") && hint.contains("intact"), "{hint}");
         assert_eq!(
             names(root.path()),
-            ["step-00000100"],
+            ["step-00000100-save-1-part-1-of-1"],
             "{plan:?}: the partial folder gives its space back"
         );
         assert!(latest_is_one_of(&full, &[&old]));

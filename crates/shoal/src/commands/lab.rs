@@ -117,7 +117,7 @@ pub fn run(options: Options) -> Result {
     let chosen = json!({"plan": planned.plan.id()});
     let folder = RunFolder::open(&job, known, chosen, options.stop_at, options.json)?;
     folder.identity.claim(&job.run_folder)?;
-    let resumed = folder.found.as_ref().map(|checkpoint| checkpoint.manifest().step);
+    let resumed = folder.found.as_ref().map(|checkpoint| checkpoint.header().step);
     let lab = job.run_folder.join("lab");
     std::fs::create_dir_all(&lab).map_err(CliError::at(&lab))?;
     let assignments = planned.assignments(&options, &job, &lab, resumed)?;
@@ -148,6 +148,9 @@ pub fn run(options: Options) -> Result {
             }
             Report::Saved { step, bytes, seconds } => {
                 progress.event(&RunEvent::Saved { step, bytes, seconds })
+            }
+            Report::SavesWait { needed_bytes, free_bytes } => {
+                progress.event(&RunEvent::SavesWait { needed_bytes, free_bytes })
             }
             Report::Done { finished, .. } => end = Some(finished),
             Report::Listening(_) => {}

@@ -147,7 +147,7 @@ pub fn train(
     }
     let folder = RunFolder::open(job, known, assemble::choice(&planned.plan), stop_at, quiet)?;
     let checkpoint = folder.found.as_ref();
-    let resumed = checkpoint.map(|checkpoint| checkpoint.manifest().step);
+    let resumed = checkpoint.map(|checkpoint| checkpoint.header().step);
     let peak = device.measure_rate(job.precision)?;
     if !quiet {
         eprintln!("{}", banner(job, &chain, &device, &folder.data.train, &planned, peak, resumed));
@@ -167,7 +167,7 @@ pub fn train(
     let predicted_bytes = planned.memory.total();
     let mut run = Run::new(
         settings,
-        Some(Ledger { identity: folder.identity, store: folder.store }),
+        Ledger { identity: folder.identity, store: folder.store, keeps_books: true },
         executor,
         planned.plan,
         planned.program,

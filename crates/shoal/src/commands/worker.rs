@@ -18,7 +18,7 @@ use crate::assemble::{self, LocalDevice};
 use crate::error::{CliError, Result};
 use crate::in_a_box::assignment::{Assignment, Network, Order, Report, name_of};
 use crate::job::{DeviceChoice, Job};
-use crate::run_folder::{data_folder, store_folder};
+use crate::run_folder::data_folder;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -91,16 +91,11 @@ fn train(assignment: &Assignment, fabric: Arc<Fabric>, stop: &AtomicBool) -> Res
         executor.set_pace(assignment.pace.iter().map(|seconds| Duration::from_secs_f64(*seconds)).collect());
     }
     let data = assemble::open_data(&job, &data_folder(&job), &mut |_, _| {})?;
-    let store = || Store::open_existing(&store_folder(&job));
+    let store = || Store::open_existing_at(&job.checkpoints);
     let checkpoint = assignment.checkpoint.map(|step| store()?.load(step)).transpose()?;
-    let ledger = match assignment.leads {
-        false => None,
-        true => {
-            let missing = || CliError::said("the lab did not claim the run folder", "start it again");
-            let identity = Identity::read(&job.run_folder)?.ok_or_else(missing)?;
-            Some(Ledger { identity, store: Store::open(&store_folder(&job))? })
-        }
-    };
+    let missing = || CliError::said("the lab did not claim the run folder", "start it again");
+    let identity = Identity::read(&job.run_folder)?.ok_or_else(missing)?;
+    let ledger = Ledger { identity, store: store()?, keeps_books: assignment.leads };
     let mut settings = assemble::run_settings(&job, assignment.stop_at, Vec::new());
     settings.predicted_seconds = Some(assignment.predicted_seconds);
     settings.dollars_per_hour = Some(assignment.dollars_per_hour).filter(|dollars| *dollars > 0.0);
@@ -116,6 +111,9 @@ fn train(assignment: &Assignment, fabric: Arc<Fabric>, stop: &AtomicBool) -> Res
         let said = say(&match event {
             RunEvent::Step(record) => Report::Step(Box::new(record)),
             RunEvent::Saved { step, bytes, seconds } => Report::Saved { step, bytes, seconds },
+            RunEvent::SavesWait { needed_bytes, free_bytes } => {
+                Report::SavesWait { needed_bytes, free_bytes }
+            }
         });
         lost = lost.take().or(said.err());
     })?;

@@ -82,6 +82,7 @@ pub enum Report {
     Listening(SocketAddr),
     Step(Box<StepRecord>),
     Saved { step: u64, bytes: u64, seconds: f64 },
+    SavesWait { needed_bytes: u64, free_bytes: u64 },
     Done { steps: u64, finished: bool },
 }
 

@@ -24,6 +24,7 @@ use shoal_engine::{Interval, Replay};
 use shoal_model::{Chain, Model, Precision, UnknownPrecision};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule};
 use shoal_plan::{Activations, Preferences};
+use shoal_state::checkpoint::Location;
 
 use crate::error::{CliError, Result};
 
@@ -32,6 +33,10 @@ pub use units::{bytes as parse_bytes, bytes_text, duration_text};
 /// What a run folder calls how images were read, and the names of their classes.
 pub const IMAGES_KEY: &str = "data (of images)";
 pub const CLASSES_KEY: &str = "data (names of classes)";
+
+/// What a run folder calls the place of its checkpoints where that is elsewhere, and where they are in it if not.
+pub const CHECKPOINT_TO_KEY: &str = "checkpoint.to";
+pub const CHECKPOINTS: &str = "checkpoints";
 
 /// Where parameters come from.
 #[derive(Clone, Debug, PartialEq)]
@@ -94,6 +99,8 @@ pub struct Job {
     pub optimizer: OptimizerSettings,
     pub schedule: Schedule,
     pub run_folder: PathBuf,
+    /// Where its checkpoints lie: in the run folder, or in an object store.
+    pub checkpoints: Location,
     pub checkpoint_every: Interval,
     pub checkpoints_kept: usize,
     pub eval: Option<(PathBuf, Interval)>,
@@ -177,14 +184,18 @@ impl Job {
 
     /// The keys it may change.
     pub fn free_keys(&self) -> BTreeMap<String, Value> {
-        BTreeMap::from([
+        let mut keys = BTreeMap::from([
             ("name".to_owned(), json!(self.name)),
             ("data.tokenizer".to_owned(), json!(self.tokenizer_path())),
             ("train.steps".to_owned(), json!(self.steps)),
             ("train.precision".to_owned(), json!(self.precision)),
             ("train.optimizer".to_owned(), json!(self.optimizer)),
             ("train.schedule".to_owned(), json!(self.schedule)),
-        ])
+        ]);
+        if let Location::Objects { url, .. } = &self.checkpoints {
+            keys.insert(CHECKPOINT_TO_KEY.to_owned(), json!(url));
+        }
+        keys
     }
 
     /// The tokenizer so that it can be found from anywhere.
@@ -261,14 +272,25 @@ impl Validator<'_> {
             })
         };
         let checkpoint = raw.checkpoint;
-        let run_folder = checkpoint.to.unwrap_or_else(|| format!("runs/{name}"));
-        if run_folder.contains("://") {
-            return Err(self.bad(
-                "checkpoint.to",
-                format!("\"{run_folder}\" is an object-store address, which this version does not write yet"),
-                "use a folder",
-            ));
-        }
+        let run_folder = format!("runs/{name}");
+        let (run_folder, checkpoints) = match checkpoint.to {
+            // What is no checkpoint stays here.
+            Some(url) if url.contains("://") => {
+                let location = Location::parse(&url, base, std::env::vars()).map_err(|error| {
+                    let hint = error.hint().unwrap_or_default();
+                    self.bad("checkpoint.to", format!("is no place for checkpoints: {error}"), hint)
+                })?;
+                let folder = if let Location::Folder(path) = &location {
+                    path.clone()
+                } else {
+                    join(base, &run_folder)
+                };
+                (folder, Some(location).filter(|location| matches!(location, Location::Objects { .. })))
+            }
+            Some(folder) => (join(base, &folder), None),
+            None => (join(base, &run_folder), None),
+        };
+        let checkpoints = checkpoints.unwrap_or_else(|| Location::Folder(run_folder.join(CHECKPOINTS)));
         if checkpoint.keep == 0 {
             return Err(self.bad("checkpoint.keep", "is 0", "keep at least one checkpoint"));
         }
@@ -302,7 +324,8 @@ impl Validator<'_> {
             deterministic: train.deterministic,
             optimizer: self.optimizer(train.optimizer)?,
             schedule: self.schedule(train.schedule)?,
-            run_folder: join(base, &run_folder),
+            run_folder,
+            checkpoints,
             checkpoint_every,
             checkpoints_kept: checkpoint.keep,
             eval,

@@ -236,7 +236,7 @@ pub fn column(lines: &[Value], name: &str) -> Vec<f64> {
     lines.iter().map(|line| line[name].as_f64().unwrap_or_else(|| panic!("{name} in {line}"))).collect()
 }
 
-/// A run's checkpoint folders, oldest first; what a save is still working on is not among them.
+/// The folders of a run's checkpoints, oldest first; what a save is still working on is not among them.
 pub fn checkpoints(run: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Vec::new() };
     let mut folders: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
@@ -245,8 +245,11 @@ pub fn checkpoints(run: &Path) -> Vec<PathBuf> {
     folders
 }
 
+/// The folder of a step's checkpoint, of its first part where it has several; one that is not there if there is none.
 pub fn checkpoint_of(run: &Path, step: u64) -> PathBuf {
-    run.join(format!("checkpoints/step-{step:08}"))
+    let start = run.join(format!("checkpoints/step-{step:08}"));
+    let named = |path: &PathBuf| path.to_string_lossy().starts_with(&*start.to_string_lossy());
+    checkpoints(run).into_iter().find(named).unwrap_or(start)
 }
 
 /// Every file of a folder by name.
