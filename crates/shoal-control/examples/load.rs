@@ -171,7 +171,7 @@ fn run(workers: u64, jobs: u64, seconds: u64) -> Result<(), Box<dyn std::error::
         (0..workers).map(|number| (format!("machine {number}"), Machine::new(number))).collect();
     let mut names: BTreeMap<WorkerId, String> = BTreeMap::new();
     let (mut born, mut now_ms) = (workers, 0_u64);
-    let (mut busy_ns, mut events, mut records, mut worst_ns) = (0, 0_u64, 0_u64, 0_u64);
+    let (mut rounds_ns, mut events, mut records) = (Vec::new(), 0_u64, 0_u64);
     let mut inbox: Vec<Event> =
         (0..jobs).map(|job| Event::Submit { job: JobId(job), spec: spec(job) }).collect();
     // The first seconds, in which all join and all jobs begin, are counted apart.
@@ -191,7 +191,8 @@ fn run(workers: u64, jobs: u64, seconds: u64) -> Result<(), Box<dyn std::error::
         records += step.records.len() as u64;
         let round_ns = cpu_ns()? - began_ns;
         if now_ms > warm_up_ms {
-            (busy_ns, events, worst_ns) = (busy_ns + round_ns, events + count, worst_ns.max(round_ns));
+            events += count;
+            rounds_ns.push(round_ns);
         } else {
             records = 0;
         }
@@ -222,8 +223,15 @@ fn run(workers: u64, jobs: u64, seconds: u64) -> Result<(), Box<dyn std::error::
     let steps: u64 = state.jobs.values().map(|job| job.counted).sum();
     println!("{workers} workers, {jobs} jobs ({running} with workers, {steps} steps), {seconds} s");
     println!("{} events and {} records a second", events / seconds, records / seconds);
-    println!("{:.3} CPU seconds a second", busy_ns as f64 / 1e9 / seconds as f64);
-    println!("{:.1} ms for the worst {ROUND_MS} ms", worst_ns as f64 / 1e6);
+    println!("{:.3} CPU seconds a second", rounds_ns.iter().sum::<u64>() as f64 / 1e9 / seconds as f64);
+    rounds_ns.sort_unstable();
+    let at = |percent: usize| rounds_ns[(rounds_ns.len() - 1) * percent / 100] as f64 / 1e6;
+    println!(
+        "every {ROUND_MS} ms: {:.1} ms in the middle, {:.1} p99, {:.1} at worst",
+        at(50),
+        at(99),
+        at(100)
+    );
     Ok(())
 }
 

@@ -22,6 +22,8 @@ pub struct Settings {
     pub grace_ms: u64,
     /// How long a worker that its peers cannot reach, though the controller can, gets no work.
     pub quarantine_ms: u64,
+    /// Before state that could not be had is tried to be had again; twice as long with each further try.
+    pub retry_ms: u64,
     /// A device is slow from this share of its predicted time on, in percent, seen in so many steps one after the other.
     pub slow_percent: u32,
     pub slow_steps: u32,
@@ -43,6 +45,7 @@ impl Default for Settings {
             deadline_ms: 900,
             grace_ms: 2_000,
             quarantine_ms: 30_000,
+            retry_ms: 500,
             slow_percent: 150,
             slow_steps: 3,
             changes_every_ms: 600_000,

@@ -219,11 +219,13 @@ fn saved_twice() -> Fleet {
     fleet
 }
 
-/// The first worker says why it could not get its state of a plan.
+/// The first worker says why it could not get its state of a plan; what follows at once, and what after a while.
 fn hinder(fleet: &mut Fleet, obstacle: Obstacle) -> Vec<(u64, Change)> {
     let epoch = fleet.controller.state().jobs[&JobId(1)].epoch;
     fleet.status(1, 1).next = Some((epoch, Progress::Failed(obstacle)));
-    let records = fleet.report(1);
+    let mut records = fleet.report(1);
+    fleet.now_ms += 10_000;
+    records.extend(fleet.step(Event::Tick));
     changes(&records)
 }
 
@@ -232,7 +234,7 @@ fn a_checkpoint_that_cannot_be_read_is_passed_over_and_the_last_one_is_not_begun
     let mut fleet = saved_twice();
     let unreadable = || Obstacle::Source("part 3 is damaged".to_owned());
     fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
-    for committed in [2, 2, 1, 1] {
+    for committed in [2, 2, 2, 1, 1, 1] {
         let job = &fleet.controller.state().jobs[&JobId(1)];
         assert_eq!(job.committed, committed);
         fleet.answer(100, 0);
@@ -255,6 +257,24 @@ fn a_checkpoint_that_cannot_be_read_is_passed_over_and_the_last_one_is_not_begun
 }
 
 #[test]
+fn what_could_not_be_read_is_tried_again_after_longer_and_longer_pauses() {
+    let mut fleet = saved_twice();
+    fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+    let retry_ms = Settings::default().retry_ms;
+    for pause_ms in [retry_ms, 2 * retry_ms] {
+        fleet.answer(100, 0);
+        let epoch = fleet.controller.state().jobs[&JobId(1)].epoch;
+        fleet.status(1, 1).next = Some((epoch, Progress::Failed(Obstacle::Source("away".to_owned()))));
+        fleet.report(1);
+        fleet.now_ms += pause_ms - 2;
+        fleet.step(Event::Tick);
+        assert!(fleet.asked.is_empty(), "not yet");
+        fleet.step(Event::Tick);
+        assert_eq!(fleet.asked.len(), 1);
+    }
+}
+
+#[test]
 fn a_worker_that_nothing_can_be_installed_on_gets_no_work() {
     let mut fleet = saved_twice();
     fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
@@ -266,6 +286,25 @@ fn a_worker_that_nothing_can_be_installed_on_gets_no_work() {
     let quarantined = fleet.controller.state().members[&WorkerId(1)].quarantined_until_ms;
     assert!(quarantined.is_some(), "{:?}", fleet.records.last());
     assert_eq!(fleet.asked.pop().map(|asked| asked.2), Some(vec![WorkerId(2)]));
+}
+
+#[test]
+fn a_job_that_cannot_begin_says_why_and_asks_for_its_owner() {
+    let sentence = || "the folder of its weights is not there".to_owned();
+    for (obstacle, tries) in [(Obstacle::Source(sentence()), 3), (Obstacle::Worker(sentence()), 4)] {
+        let mut fleet = Fleet::new(1);
+        fleet.step(Event::Submit { job: JobId(1), spec: spec(Class::Foreground, 1) });
+        for _ in 0..tries {
+            assert!(!fleet.controller.state().jobs[&JobId(1)].has_failed());
+            fleet.answer(100, 0);
+            hinder(&mut fleet, obstacle.clone());
+        }
+        let job = &fleet.controller.state().jobs[&JobId(1)];
+        assert_eq!((&job.phase, &job.failure), (&Phase::Resting(Rest::Failed), &Some(sentence())));
+        assert!(fleet.asked.is_empty());
+        fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+        assert_eq!(fleet.asked.len(), 1, "it is tried again");
+    }
 }
 
 #[test]

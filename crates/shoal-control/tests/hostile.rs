@@ -377,6 +377,8 @@ fn course() -> (Vec<serde_json::Value>, serde_json::Value) {
     fleet.answer(100, 0);
     fleet.status(1, 1).next = Some((Epoch(2), Progress::Failed(Obstacle::Source("gone".to_owned()))));
     fleet.report(1);
+    fleet.now_ms += 10_000;
+    fleet.step(Event::Tick);
     fleet.answer(100, 0);
     fleet.start(1, 3, &[1, 2]);
     fleet.silence(&[2]);

@@ -112,18 +112,18 @@ fn steps_whose_checkpoint_cannot_be_read_are_lost_until_it_can() {
     course.at(1_600, Change::Settled);
     course.at(1_600, Change::Rested { rest: Rest::Paused });
     assert_eq!(worker_ms(&course.bill(1_600).parts), [800, 0, 0, 0, 0, 400, 0]);
-    for (try_, lost) in [(0, 0), (1, 400)] {
+    for (try_, lost) in [(0, 0), (1, 0), (2, 400)] {
         course.start_in_vain(2_000 + try_ * 100, 2 + try_);
         let parts = course.bill(3_000).parts;
         assert_eq!((parts.useful.worker_ms, parts.lost.worker_ms), (800 - lost, lost));
     }
     assert_eq!(course.0.jobs[&JOB].committed, 2);
-    for try_ in 2..4 {
+    for try_ in 3..6 {
         course.start_in_vain(2_000 + try_ * 100, 2 + try_);
     }
     assert_eq!(course.0.jobs[&JOB].failure.as_deref(), Some("gone"), "there is no older one");
-    course.at(2_400, Change::Rested { rest: Rest::Failed });
-    course.at(2_500, Change::Wished { wish: Wish::Run });
+    course.at(2_600, Change::Rested { rest: Rest::Failed });
+    course.at(2_700, Change::Wished { wish: Wish::Run });
     let parts = course.bill(3_000).parts;
     assert_eq!((parts.useful.worker_ms, parts.lost.worker_ms), (800, 0));
     assert_eq!(course.0.jobs[&JOB].committed, 4, "all of them are tried again");

@@ -155,7 +155,7 @@ fn draw_fault(random: &mut Random, nodes: usize) -> Fault {
     let for_ms = random.between(50, 2_500);
     let both = random.chance(60);
     let job = JobId(random.between(1, 2));
-    match random.below(22) {
+    match random.below(24) {
         0..=2 => Fault::Kill { node, for_ms },
         3..=4 => Fault::Freeze { node, for_ms },
         5 => Fault::Slow { node, percent: [100, 300, 900][random.below(3) as usize] },
@@ -169,9 +169,9 @@ fn draw_fault(random: &mut Random, nodes: usize) -> Fault {
         14 => Fault::Isolate { node: Some(node), for_ms },
         15..=16 => Fault::Cramp { node, for_ms: for_ms * 3 },
         17 => Fault::Break { node, for_ms },
-        18..=20 => {
-            let for_ms = random.chance(70).then_some(for_ms * 2);
-            Fault::Damage { job, all: random.chance(50), for_ms }
+        18..=22 => {
+            let for_ms = random.chance(60).then_some(for_ms * 3);
+            Fault::Damage { job, all: random.chance(30), for_ms }
         }
         _ => Fault::Isolate { node: None, for_ms },
     }

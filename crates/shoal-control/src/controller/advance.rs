@@ -8,6 +8,7 @@ use shoal_plan::{Closing, Standing, meet};
 
 use super::allocation::{Share, Shares};
 use super::interval::save_every_steps;
+use super::job::INSTALL_TRIES_MAX;
 use super::payback::{changes_every_ms, weigh};
 use super::record::{Change, Failure, Loss, Paced, Record, Why};
 use super::state::{Base, Interval, Job, Phase, Rest, Wish};
@@ -127,7 +128,7 @@ impl Controller {
         match &job.phase {
             Phase::Resting(Rest::Done | Rest::Cancelled) => None,
             Phase::Resting(rest) => self.leave_rest(job, *rest, share),
-            Phase::Planning { next } => self.plan(id, job, next.as_ref(), share),
+            Phase::Planning { next } => self.plan(now_ms, id, job, next.as_ref(), share),
             Phase::Moving { plan, sources } => self.moving(id, job, plan, sources, share),
             Phase::Running => self.running(now_ms, id, job, share),
             Phase::Stopping { after, .. } => self.stopping(now_ms, id, job, *after),
@@ -162,7 +163,7 @@ impl Controller {
         (enough && !same).then_some(Change::Asked { request: job.request + 1, workers: paced })
     }
 
-    fn plan(&self, id: JobId, job: &Job, next: Option<&Plan>, share: &Share) -> Option<Change> {
+    fn plan(&self, now_ms: u64, id: JobId, job: &Job, next: Option<&Plan>, share: &Share) -> Option<Change> {
         if job.held().is_some_and(|plan| !self.covers(plan)) {
             return Some(Change::Restored { spent: self.spent(id, job) });
         }
@@ -175,6 +176,9 @@ impl Controller {
         let workers = &share.available;
         let enough = workers.len() >= job.spec.workers_min.max(1);
         if job.wish == Wish::Run && !job.is_finished() && !job.has_failed() && enough {
+            if self.waits(now_ms, job) {
+                return None;
+            }
             if let Some(plan) = next.filter(|plan| plan.members.iter().all(|member| workers.contains(member)))
             {
                 return Some(self.begin_move(job, plan.clone()));
@@ -193,6 +197,13 @@ impl Controller {
             }
             _ => Some(Change::Rested { rest }),
         }
+    }
+
+    /// What could not be had a moment ago may be there in a while.
+    fn waits(&self, now_ms: u64, job: &Job) -> bool {
+        let Some(doublings) = job.tries.checked_sub(1) else { return false };
+        let pause_ms = self.settings.retry_ms.saturating_mul(1 << doublings.min(INSTALL_TRIES_MAX));
+        now_ms < job.tried_ms.saturating_add(pause_ms)
     }
 
     fn begin_move(&self, job: &Job, plan: Plan) -> Change {

@@ -203,9 +203,8 @@ impl Job {
     fn check(&self) -> Result<(), Misfit> {
         self.spec.check()?;
         let Job { counted, undone, committed, .. } = *self;
-        for number in
-            [self.epoch.0, self.checkpoint, self.request, counted, undone, self.save_cost_ms.unwrap_or(0)]
-        {
+        let cost_ms = self.save_cost_ms.unwrap_or(0);
+        for number in [self.epoch.0, self.checkpoint, self.request, self.tried_ms, counted, undone, cost_ms] {
             within(number)?;
         }
         if counted.checked_sub(undone) != Some(committed) {

@@ -23,8 +23,8 @@ use super::receipt::{Before, Receipt};
 use super::record::{Change, Failure, Paced, Why};
 use crate::message::{Checkpoint, Epoch, Plan, Save, WorkerId};
 
-/// Times that state may fail to be read from where it is to come from: the first failure may be a passing one.
-pub const READ_TRIES_MAX: u32 = 2;
+/// Times that state may fail to be read from where it is to come from: failures may be passing ones.
+pub const READ_TRIES_MAX: u32 = 3;
 /// Times that workers may fail to get their state for reasons of their own, without a plan that started in between.
 pub const INSTALL_TRIES_MAX: u32 = 4;
 
@@ -151,8 +151,10 @@ pub struct Job {
     pub asked: Option<Vec<Paced>>,
     /// The workers that the plan in force, or the last refusal, was made for.
     pub weighed: Option<Vec<Paced>>,
-    /// Plans in a row whose state could not be had, for reasons that trying again may not mend.
+    /// Plans in a row whose state could not be had, for reasons that trying again may not mend; and when the last was given
+    /// up.
     pub tries: u32,
+    pub tried_ms: u64,
     /// Why it does not go on by itself, for its owner.
     pub failure: Option<String>,
     /// Its state is to be saved and let go of before it moves: there was no room for old and new at once.
@@ -184,6 +186,7 @@ impl Job {
             asked: None,
             weighed: None,
             tries: 0,
+            tried_ms: 0,
             failure: None,
             cramped: false,
             foreseen: BTreeMap::new(),
@@ -255,6 +258,9 @@ impl Job {
         let before = Before::of(self);
         self.receipt.pass(at_ms, &self.phase);
         self.take_in(change);
+        if matches!(change, Change::Abandoned { .. }) {
+            self.tried_ms = at_ms;
+        }
         let mut receipt = self.receipt;
         receipt.follow(change, &before, self);
         self.receipt = receipt;
