@@ -36,6 +36,8 @@ use crate::{metrics, openapi, view};
 
 /// Of a request's body: a job's description may bear a whole file.
 const BODY_BYTES_MAX: usize = 1 << 20;
+/// What is read of one that is too large: who is cut off in the middle of it does not hear why.
+const BODY_BYTES_READ_MAX: usize = 4 * BODY_BYTES_MAX;
 const WAIT_MS_MAX: u64 = 30_000;
 const NAME_BYTES_MAX: usize = 200;
 
@@ -393,14 +395,14 @@ async fn read<T: DeserializeOwned>(parts: &Parts, body: Body) -> Answer<T> {
     if kind.split(';').next().map(str::trim) != Some("application/json") {
         return Err(Refusal::new(415, "content_type", "bodies are application/json"));
     }
-    let large = |_| {
-        Refusal::new(
-            413,
-            "too_large",
-            format!("the body did not come whole, or has more than {BODY_BYTES_MAX} bytes"),
-        )
+    let large = || {
+        let message = format!("the body did not come whole, or has more than {BODY_BYTES_MAX} bytes");
+        Refusal::new(413, "too_large", message)
     };
-    let bytes = to_bytes(body, BODY_BYTES_MAX).await.map_err(large)?;
+    let bytes = to_bytes(body, BODY_BYTES_READ_MAX).await.map_err(|_| large())?;
+    if bytes.len() > BODY_BYTES_MAX {
+        return Err(large());
+    }
     parse(&bytes)
 }
 

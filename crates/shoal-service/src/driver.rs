@@ -28,6 +28,8 @@ use crate::wire::{Down, StepLine};
 const LOG: &str = "log";
 /// How long a counted step waits for a worker's line before it gets one from its closing sums.
 const LINE_AWAITED_MS: u64 = 3_000;
+/// What is taken in with one flush of the log.
+const AT_ONCE_MAX: usize = 1_000;
 
 /// A worker's connection, as seen from here. Letting go of it ends it.
 pub struct Link {
@@ -195,78 +197,84 @@ impl Driver {
         let every = Duration::from_millis((self.settings.report_every_ms / 3).max(1));
         let mut due = Instant::now() + every;
         loop {
-            let ask = match self.asks.recv_timeout(due.saturating_duration_since(Instant::now())) {
-                Ok(Ask::Stop) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            let first = match self.asks.recv_timeout(due.saturating_duration_since(Instant::now())) {
+                Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 Ok(ask) => Some(ask),
                 Err(RecvTimeoutError::Timeout) => None,
             };
-            if let Some(ask) = ask {
-                self.hear(ask)?;
+            let more: Vec<Ask> = self.asks.try_iter().take(AT_ONCE_MAX).collect();
+            if !self.hear_all(first.into_iter().chain(more))? {
+                return Ok(());
             }
             // Also when there is always something to hear.
             if Instant::now() >= due {
                 due = Instant::now() + every;
-                self.step(Event::Tick)?;
+                self.step_all(vec![Event::Tick])?;
                 self.pay_lines();
             }
         }
     }
 
-    fn hear(&mut self, ask: Ask) -> Result {
-        match ask {
-            Ask::Connected { name, link } => drop(self.links.insert(name, link)),
-            Ask::Closed { name, number } => {
-                if self.links.get(&name).is_some_and(|link| link.number == number) {
-                    self.links.remove(&name);
+    /// Takes in what has come meanwhile, with one flush of the log for all that workers and planners said. Says whether it
+    /// goes on.
+    fn hear_all(&mut self, asks: impl Iterator<Item = Ask>) -> Result<bool> {
+        let mut events = Vec::new();
+        for ask in asks {
+            match ask {
+                Ask::Heard { name, number, message, room } => {
+                    if self.links.get(&name).is_some_and(|link| link.number == number) {
+                        events.extend(self.admit(&name, *message));
+                    }
+                    drop(room);
                 }
-            }
-            Ask::Heard { name, number, message, room } => {
-                if self.links.get(&name).is_some_and(|link| link.number == number) {
-                    self.hear_worker(&name, *message)?;
+                Ask::Planned(event) => events.push(event),
+                Ask::Connected { name, link } => drop(self.links.insert(name, link)),
+                Ask::Closed { name, number } => {
+                    if self.links.get(&name).is_some_and(|link| link.number == number) {
+                        self.links.remove(&name);
+                    }
                 }
-                drop(room);
-            }
-            Ask::Planned(event) => self.step(event)?,
-            Ask::Submit { spec, reply } => {
-                let last = self.keeper.state().jobs.keys().next_back();
-                let job = JobId(last.map_or(1, |last| last.0 + 1));
-                self.books.open(&self.folder, job)?;
-                self.step(Event::Submit { job, spec: *spec })?;
-                let _ = reply.send(Ok(job));
-            }
-            Ask::Wish { job, wish, reply } => {
-                let refusal = self.refuse(job, wish);
-                if refusal.is_none() {
-                    self.step(Event::Wish { job, wish })?;
+                Ask::Submit { spec, reply } => {
+                    let last = self.keeper.state().jobs.keys().next_back();
+                    let job = JobId(last.map_or(1, |last| last.0 + 1));
+                    self.books.open(&self.folder, job)?;
+                    self.step_all(vec![Event::Submit { job, spec: *spec }])?;
+                    let _ = reply.send(Ok(job));
                 }
-                let _ = reply.send(refusal.map_or(Ok(()), Err));
+                Ask::Wish { job, wish, reply } => {
+                    let refusal = self.refuse(job, wish);
+                    if refusal.is_none() {
+                        self.step_all(vec![Event::Wish { job, wish }])?;
+                    }
+                    let _ = reply.send(refusal.map_or(Ok(()), Err));
+                }
+                Ask::Look(look) => {
+                    look(Sight { state: self.keeper.state(), links: &self.links, refusals: &self.refusals });
+                }
+                Ask::Stop => return Ok(false),
             }
-            Ask::Look(look) => {
-                look(Sight { state: self.keeper.state(), links: &self.links, refusals: &self.refusals });
-            }
-            Ask::Stop => {}
         }
-        Ok(())
+        self.step_all(events)?;
+        Ok(true)
     }
 
     /// A worker speaks for itself alone: under the name in its certificate, and under numbers that were given to it.
-    fn hear_worker(&mut self, name: &str, message: ToController) -> Result {
+    fn admit(&mut self, name: &str, message: ToController) -> Option<Event> {
         match &message {
             ToController::Join { name: claimed, .. } if claimed != name => {
                 (self.complaints)(&format!("{name} would join as {claimed}, and is cut off"));
                 self.links.remove(name);
-                return Ok(());
+                None
             }
             // Another's number, or one of a log that is no longer there: it has to join anew, and nothing of this counts.
             ToController::Report(report)
                 if self.names.get(&report.worker).is_none_or(|owner| owner != name) =>
             {
                 self.send(name, ToWorker::Gone { worker: report.worker });
-                return Ok(());
+                None
             }
-            _ => {}
+            _ => Some(Event::Message(message)),
         }
-        self.step(Event::Message(message))
     }
 
     fn refuse(&self, job: JobId, wish: Wish) -> Option<Refusal> {
@@ -278,8 +286,11 @@ impl Driver {
         Some(Refusal::new(409, "job_ended", message))
     }
 
-    fn step(&mut self, event: Event) -> Result {
-        let step = self.keeper.step(self.clock.now_ms(), event)?;
+    fn step_all(&mut self, events: Vec<Event>) -> Result {
+        if events.is_empty() {
+            return Ok(());
+        }
+        let step = self.keeper.step_all(self.clock.now_ms(), events)?;
         self.act(step)
     }
 
