@@ -256,7 +256,8 @@ impl Run {
     }
 
     /// Trains until the last step, or until `stop` is set; either way the state is saved. So it is when another worker is
-    /// lost and the one that keeps the books has all of it: then at the step of the loss.
+    /// lost and the one that keeps the books has all of it: then at the step of the loss. When this returns nothing is being
+    /// saved any more.
     pub fn go(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {
         let gone = self.go_on(stop, on_event);
         // A save that was begun before a failure is still worth its end.
@@ -268,7 +269,13 @@ impl Run {
             }
             settled = self.end_saving(on_event);
         }
-        gone.and_then(|reason| settled.map(|()| reason))
+        match gone {
+            Ok(reason) => settled.map(|()| reason),
+            Err(EngineError::NotFinite { step, what, value, .. }) => {
+                Err(EngineError::NotFinite { step, what, value, checkpoint: self.last_saved })
+            }
+            other => other,
+        }
     }
 
     /// Waits for what is still being written or removed.
@@ -428,12 +435,7 @@ impl Run {
             next: if last { None } else { Some(&next) },
             ..StepInput::train(self.step, settings.seed, lr, &settings.optimizer, &batch)
         };
-        let outcome = self.executor.run_in(layout, &self.program, &input).map_err(|error| match error {
-            EngineError::NotFinite { step, what, value, .. } => {
-                EngineError::NotFinite { step, what, value, checkpoint: self.last_saved }
-            }
-            other => other,
-        })?;
+        let outcome = self.executor.run_in(layout, &self.program, &input)?;
         if traces {
             self.executor.set_traces(false);
             self.traced.push_back(self.executor.take_traced());
@@ -441,7 +443,7 @@ impl Run {
         }
         if outcome.overflowed && self.loss_scale.is_some_and(|scale| !scale.can_fall()) {
             let (step, what, value) = (self.step + 1, "norm of the gradient", outcome.gradient_norm);
-            return Err(EngineError::NotFinite { step, what, value, checkpoint: self.last_saved });
+            return Err(EngineError::NotFinite { step, what, value, checkpoint: None });
         }
         let record = self.complete_step(&outcome);
         self.unwritten = Some(record.clone());
@@ -527,8 +529,8 @@ impl Run {
         // Everyone has come here, so everyone's part of the save before is written.
         self.note_saved(numbers[2] as u64, on_event)?;
         if !numbers[1].is_finite() {
-            let (step, what, checkpoint) = (self.step, "value of a parameter", self.last_saved);
-            return Err(EngineError::NotFinite { step, what, value: numbers[1], checkpoint });
+            let (step, what, value) = (self.step, "value of a parameter", numbers[1]);
+            return Err(EngineError::NotFinite { step, what, value, checkpoint: None });
         }
         if let Some((needed_bytes, free_bytes)) = prepared.refused.filter(|_| !self.said_waits) {
             self.said_waits = true;

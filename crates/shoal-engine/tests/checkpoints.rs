@@ -75,7 +75,7 @@ fn data(folder: &Path) -> Dataset {
         std::fs::write(&source, words.join(" ")).unwrap();
     }
     let tokenizer = Arc::new(Tokenizer::load("bytes", folder).unwrap());
-    let spec = DatasetSpec::new(&source, tokenizer, SEQUENCE, 256, &folder.join("data"));
+    let spec = DatasetSpec::new(&source, tokenizer, SEQUENCE, 256, folder.join("data"));
     Dataset::open(&spec, &mut |_, _| {}).unwrap()
 }
 

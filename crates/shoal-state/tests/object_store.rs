@@ -107,7 +107,7 @@ fn old_ones_are_removed_manifest_first() {
     let server = Server::start();
     let store = open(&server);
     for (step, id) in [(10, 1), (20, 2), (30, 3)] {
-        [1, 2].map(|part| write_half(&store, step, id, part, 40).expect("written"));
+        [1, 2].iter().for_each(|part| write_half(&store, step, id, *part, 40).expect("written"));
     }
     write_half(&store, 40, 4, 2, 40).expect("written");
     assert_eq!(store.collect(2).expect("collected"), [10]);
@@ -126,7 +126,7 @@ fn old_ones_are_removed_manifest_first() {
 fn a_writer_cut_off_at_any_request_leaves_the_checkpoint_before() {
     let server = Server::start();
     let store = open(&server);
-    [1, 2].map(|part| write_half(&store, 10, 1, part, 40).expect("written"));
+    [1, 2].iter().for_each(|part| write_half(&store, 10, 1, *part, 40).expect("written"));
     let mut cut_off = 0;
     for requests in 0..60 {
         server.refuse_after(Some(requests));
