@@ -164,6 +164,31 @@ fn a_joining_said_again_is_no_other_worker() {
     assert_eq!(fleet.step(join(1)), [], "late, and from a life that is over");
 }
 
+#[test]
+fn one_that_leaves_takes_part_in_moving_its_state_away() {
+    let mut fleet = pair();
+    fleet.leaving_in_ms.insert(WorkerId(1), 60_000);
+    fleet.report(1);
+    for worker in [1, 2] {
+        fleet.part(worker, 1, 1, Stage::Stopped, Standing::at(0));
+    }
+    // The plan is for the other alone, and all of its state comes from the two.
+    fleet.answer(100, 0);
+    let install = |worker: u64| match &fleet.orders[&WorkerId(worker)][&JobId(1)] {
+        Order { epoch, command: Command::Install(installation), .. } => (*epoch, installation.clone()),
+        other => panic!("worker {worker}: {other:?}"),
+    };
+    let (epoch, installation) = install(2);
+    assert_eq!(installation.plan.members, [WorkerId(2)]);
+    assert_eq!(install(1), (epoch, installation), "it is told the same as those it sends to");
+    // Once the new plan runs, nothing of the job is left to it, and it may go.
+    fleet.status(2, 1).next = Some((epoch, Progress::Ready));
+    let records = fleet.report(2);
+    assert!(changes(&records).contains(&(1, Change::Started)), "{records:?}");
+    let left = Record::Lost { worker: WorkerId(1), how: Loss::Left, at_ms: fleet.now_ms };
+    assert!(records.contains(&left), "{records:?}");
+}
+
 /// A job of two workers that was saved at step 1 and at step 2, and is paused.
 fn saved_twice() -> Fleet {
     let mut fleet = pair();

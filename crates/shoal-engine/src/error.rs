@@ -22,6 +22,8 @@ pub enum EngineError {
     Net(#[from] shoal_net::Error),
     #[error("{instruction} moves something between devices or memories, but this device was given no others")]
     Movement { instruction: String },
+    #[error("the step was told to stop")]
+    Stopped,
     #[error("a thread could not be started: {source}")]
     Thread { source: std::io::Error },
     #[error("{tensor}: an update of it was cut short, and nobody knows what it reached")]
@@ -60,7 +62,7 @@ impl EngineError {
             EngineError::State(error) => error.hint(),
             EngineError::Program(error) => error.hint(),
             EngineError::Plan(error) => error.hint(),
-            EngineError::Compile(_) => None,
+            EngineError::Compile(_) | EngineError::Stopped => None,
             EngineError::Net(error) => error.hint().map(Into::into),
             EngineError::Movement { .. } => Some("plan the job for one device whose own memory holds it".into()),
             EngineError::Thread { .. } => Some("the system's limit of threads is reached: see ulimit -u".into()),

@@ -88,9 +88,14 @@ pub struct Executor {
     closed: Option<Closing>,
     /// A tensor that an update was at when the device failed.
     torn: Option<usize>,
+    /// Asked before each instruction whether it may still be done.
+    gate: Option<Gate>,
     /// When each instruction that computes was done, where someone asks: after the first stamp, one for each.
     stamps: Option<(Vec<Stamp>, Vec<Op>)>,
 }
+
+/// Whether what is under way may go on: a lease may have run out, or someone wants it to stop.
+pub type Gate = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// Samples on the device.
 struct Loaded {
@@ -173,6 +178,7 @@ impl Executor {
             progress: None,
             closed: None,
             torn: None,
+            gate: None,
             stamps: None,
         })
     }
@@ -208,6 +214,21 @@ impl Executor {
     /// What was noted since the last time.
     pub fn take_traced(&mut self) -> Vec<Traced> {
         std::mem::take(&mut self.clockwork.traced)
+    }
+
+    /// The way to the others, which were not to be reached yet when the state was set.
+    pub fn set_fabric(&mut self, fabric: Option<Arc<Fabric>>) {
+        self.fabric = fabric;
+    }
+
+    /// Has programs ask before each instruction, updates among them, whether they may go on; they end with
+    /// [`EngineError::Stopped`] where not, and the state can be settled as after any failure.
+    pub fn set_gate(&mut self, gate: Option<Gate>) {
+        self.gate = gate;
+    }
+
+    pub fn tiers(&self) -> &Tiers {
+        &self.tiers
     }
 
     /// Runs a verified program of a device that has all to itself.

@@ -4,6 +4,7 @@
 //! - [`state`]: parameters, gradient sums and optimizer state of a model, each with its version.
 //! - [`executor`]: one program, once.
 //! - [`disk`]: state that lies on a disk.
+//! - [`stepping`]: one training step, by its number.
 //! - [`run`]: step after step: data, schedule, evaluation, checkpoints, metrics.
 //! - [`saving`]: one worker's part of each checkpoint, written while the next steps run.
 //! - [`metrics`]: `metrics.jsonl`, one line a step, true across restarts.
@@ -28,6 +29,7 @@ pub mod rate;
 pub mod run;
 pub mod saving;
 pub mod state;
+pub mod stepping;
 
 pub use error::EngineError;
 pub use executor::{Executor, Replay, StepInput, StepOutcome, Traced};

@@ -47,6 +47,31 @@ impl LossScale {
         }
     }
 
+    /// What [`LossScale::to_bytes`] gives.
+    pub const BYTES: usize = 20;
+
+    /// For peers that cannot know it.
+    pub fn to_bytes(&self) -> [u8; LossScale::BYTES] {
+        let mut bytes = [0; LossScale::BYTES];
+        bytes[..4].copy_from_slice(&self.scale.to_le_bytes());
+        bytes[4..12].copy_from_slice(&self.calm.to_le_bytes());
+        bytes[12..].copy_from_slice(&self.skipped.to_le_bytes());
+        bytes
+    }
+
+    /// A scale that cannot be is brought into its range.
+    pub fn from_bytes(bytes: [u8; LossScale::BYTES]) -> LossScale {
+        let [scale @ .., _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _] = bytes;
+        let word = |at: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&bytes[at..at + 8]);
+            u64::from_le_bytes(word)
+        };
+        let scale = f32::from_le_bytes(scale);
+        let scale = if scale.is_finite() { scale.clamp(LEAST, MOST) } else { START };
+        LossScale { scale, calm: word(4), skipped: word(12) }
+    }
+
     pub fn save(&self, extra: &mut BTreeMap<String, Value>) {
         let state = json!({ "scale": self.scale, "calm": self.calm, "skipped": self.skipped });
         extra.insert(KEY.into(), state);
@@ -81,6 +106,7 @@ mod tests {
         let mut extra = BTreeMap::new();
         scale.save(&mut extra);
         assert_eq!(LossScale::restore(&extra), scale);
+        assert_eq!(LossScale::from_bytes(scale.to_bytes()), scale);
         scale.after(false);
         assert_eq!(scale.scale, START);
         while scale.can_fall() {

@@ -1,6 +1,7 @@
 //! `metrics.jsonl`: one line a step. After a restart the lines past the checkpoint are cut off before the
 //! steps are done again, so the file reads as if nothing had happened.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -8,6 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{EngineError, Result};
+use crate::executor::StepOutcome;
 
 pub const FILE: &str = "metrics.jsonl";
 
@@ -37,14 +39,45 @@ pub struct StepRecord {
     pub step_ms: f64,
     pub tokens_per_s: f64,
     /// Useful operations over the measured matrix rate, by device kind.
-    pub mfu: std::collections::BTreeMap<String, f64>,
+    pub mfu: BTreeMap<String, f64>,
     /// Highest bytes counted so far, by device.
-    pub memory_bytes: std::collections::BTreeMap<String, u64>,
+    pub memory_bytes: BTreeMap<String, u64>,
     pub plan: String,
     /// Known once the plan was simulated against a profile.
     pub predicted_ms: Option<f64>,
     /// Known where devices have prices.
     pub dollars: Option<f64>,
+}
+
+impl StepRecord {
+    /// What a step's outcome says of it; what devices, profiles and prices say is to be added.
+    pub fn of(
+        step: u64,
+        outcome: &StepOutcome,
+        lr: f64,
+        loss_scale: Option<f32>,
+        seconds: f64,
+        plan: String,
+    ) -> StepRecord {
+        StepRecord {
+            step,
+            loss: outcome.loss(),
+            grad_norm: (!outcome.overflowed).then_some(outcome.gradient_norm),
+            loss_scale,
+            lr,
+            tokens: outcome.targets,
+            accuracy: outcome.accuracy(),
+            eval_loss: None,
+            eval_accuracy: None,
+            step_ms: seconds * 1e3,
+            tokens_per_s: outcome.targets as f64 / seconds,
+            mfu: BTreeMap::new(),
+            memory_bytes: BTreeMap::new(),
+            plan,
+            predicted_ms: None,
+            dollars: None,
+        }
+    }
 }
 
 /// The open file.

@@ -3,24 +3,24 @@
 //! end in the same bits.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use shoal_data::{Dataset, Inputs, Order};
+use shoal_data::{Dataset, Order};
 use shoal_model::{Chain, Precision};
 use shoal_nn::{OptimizerSettings, Schedule};
-use shoal_plan::{Closing, Layout, Plan, Program, Purpose, compile, verify};
+use shoal_plan::{Layout, Plan, Program, Purpose, compile, verify};
 use shoal_state::checkpoint::{Checkpoint, Header, Store};
 
 use crate::error::{EngineError, Result};
-use crate::executor::{Batch, Executor, StepInput, StepOutcome, Traced};
+use crate::executor::{Executor, StepInput, StepOutcome, Traced};
 use crate::identity::Identity;
 use crate::loss_scale::LossScale;
 use crate::metrics::{Metrics, StepRecord};
 use crate::saving::{Outcome, Saver};
+use crate::stepping::{self, Terms, Window, Work};
 
 /// How often something is due.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,7 +32,7 @@ pub enum Interval {
 }
 
 /// Which generator the seed belongs to, as checkpoints record it: draws are a pure function of these.
-const RNG: &str = "mix(seed, step, sample, layer, site, element) 1";
+pub const RNG: &str = "mix(seed, step, sample, layer, site, element) 1";
 
 /// Steps whose traces are kept.
 const TRACED_STEPS: usize = 20;
@@ -99,21 +99,6 @@ pub enum RunEvent {
 pub enum StopReason {
     Finished,
     Interrupted,
-}
-
-/// Samples of the endless stream from some position on.
-struct Window<'a> {
-    data: &'a Dataset,
-    order: &'a Order,
-    first: u64,
-}
-
-impl Batch for Window<'_> {
-    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result {
-        let places: Vec<(u64, u64)> =
-            samples.map(|sample| self.order.index(self.first + sample as u64)).collect();
-        Ok(self.data.read_all(&places, inputs, targets)?)
-    }
 }
 
 /// Where a run writes, and for which job.
@@ -250,11 +235,6 @@ impl Run {
         &self.executor
     }
 
-    /// Whether anything of a step happens elsewhere than in the device's own memory.
-    fn is_shared(&self) -> bool {
-        self.members.len() > 1 || self.program.instructions.iter().any(|instruction| instruction.op.moves())
-    }
-
     /// Trains until the last step, or until `stop` is set; either way the state is saved. So it is when another worker is
     /// lost and the one that keeps the books has all of it: then at the step of the loss. When this returns nothing is being
     /// saved any more.
@@ -294,7 +274,7 @@ impl Run {
         let last = self.settings.stop_at.map_or(self.settings.steps, |stop| stop.min(self.settings.steps));
         let (plan, chain) = (self.plan.clone(), self.chain.clone());
         let layout = Layout::new(&plan, &chain);
-        let layout = self.is_shared().then_some(&layout);
+        let layout = stepping::is_shared(&layout, &self.program).then_some(&layout);
         while self.step < last {
             let mut record = self.train_step(layout)?;
             let finished = self.step >= self.settings.steps;
@@ -347,7 +327,10 @@ impl Run {
         // The others end, so where they stand does not matter: this state alone is one of the run's.
         let own = self.executor.standing()?;
         let Ok(target) = shoal_plan::agree(&self.plan, &[(self.program.device, own)]) else { return Ok(()) };
-        let outcome = target.closing.filter(|_| target.step > self.step).map(|sums| self.outcome_of(&sums));
+        let outcome = target
+            .closing
+            .filter(|_| target.step > self.step)
+            .map(|sums| stepping::outcome_of(&self.chain, &sums, self.loss_scale));
         // A step that would have ended the run is none to go on from.
         let ends = |outcome: &StepOutcome| {
             let can_fall = self.loss_scale.is_some_and(|scale| scale.can_fall());
@@ -371,20 +354,6 @@ impl Run {
         self.members = vec![self.program.device];
         self.saver.stand_alone(&self.plan, self.program.device)?;
         self.save(true, on_event)
-    }
-
-    /// What a step gave, by its closing sums.
-    fn outcome_of(&self, closing: &Closing) -> StepOutcome {
-        let scale = self.loss_scale.map_or(1.0, |state| state.scale);
-        let gradient_norm = f64::from(closing.norm_squared).sqrt() / f64::from(scale);
-        StepOutcome {
-            loss_sum: closing.loss.into(),
-            targets: closing.targets,
-            correct: self.chain.image.map(|_| f64::from(closing.correct) as u64),
-            gradient_norm,
-            overflowed: !gradient_norm.is_finite(),
-            logits: Vec::new(),
-        }
     }
 
     /// What the first of the workers says follows, everyone's memory told to it, and whether everyone's part of the last
@@ -423,27 +392,21 @@ impl Run {
         let traces = self.settings.trace_from.is_some_and(|from| self.step >= from);
         self.executor.set_traces(traces);
         self.began = Instant::now();
-        let (settings, lr) = (&self.settings, self.lr());
-        let samples = self.plan.global_batch as u64;
-        let window = |step: u64| Window { data: &self.data, order: &self.order, first: step * samples };
-        let (batch, next) = (window(self.step), window(self.step + 1));
-        let last = self.step + 1 >= settings.steps;
-        let (scale, skipped) = self.loss_scale.map_or((1.0, 0), |state| (state.scale, state.skipped));
-        let input = StepInput {
-            updates: self.step - skipped.min(self.step),
-            loss_scale: scale,
-            next: if last { None } else { Some(&next) },
-            ..StepInput::train(self.step, settings.seed, lr, &settings.optimizer, &batch)
+        let settings = &self.settings;
+        let terms = Terms {
+            steps: settings.steps,
+            seed: settings.seed,
+            optimizer: &settings.optimizer,
+            schedule: &settings.schedule,
+            data: &self.data,
+            order: &self.order,
         };
-        let outcome = self.executor.run_in(layout, &self.program, &input)?;
+        let work = Work { plan: &self.plan, program: &self.program, layout };
+        let outcome = terms.train(&mut self.executor, work, self.step, self.loss_scale)?;
         if traces {
             self.executor.set_traces(false);
             self.traced.push_back(self.executor.take_traced());
             self.traced.drain(..self.traced.len().saturating_sub(TRACED_STEPS));
-        }
-        if outcome.overflowed && self.loss_scale.is_some_and(|scale| !scale.can_fall()) {
-            let (step, what, value) = (self.step + 1, "norm of the gradient", outcome.gradient_norm);
-            return Err(EngineError::NotFinite { step, what, value, checkpoint: None });
         }
         let record = self.complete_step(&outcome);
         self.unwritten = Some(record.clone());
@@ -468,28 +431,17 @@ impl Run {
         let arena = self.executor.device().arena();
         let device = arena.device().to_owned();
         StepRecord {
-            step: self.step,
-            loss: outcome.loss(),
-            grad_norm: (!outcome.overflowed).then_some(outcome.gradient_norm),
-            loss_scale,
-            lr,
-            tokens: outcome.targets,
-            accuracy: outcome.accuracy(),
-            eval_loss: None,
-            eval_accuracy: None,
-            step_ms: seconds * 1e3,
-            tokens_per_s: outcome.targets as f64 / seconds,
             mfu: settings.rates.iter().map(|rate| (rate.kind.clone(), rate.mfu(seconds))).collect(),
             memory_bytes: BTreeMap::from([(device, arena.peak())]),
-            plan: self.plan.id(),
             predicted_ms: settings.predicted_seconds.map(|seconds| 1e3 * seconds),
             dollars: settings.dollars_per_hour.map(|dollars| dollars * seconds / 3600.0),
+            ..StepRecord::of(self.step, outcome, lr, loss_scale, seconds, self.plan.id())
         }
     }
 
     /// The losses of every target of the held-out set, and how many were predicted rightly.
     fn evaluate(&mut self) -> Result<StepOutcome> {
-        let (mut whole, shared) = (StepOutcome::default(), self.is_shared());
+        let mut whole = StepOutcome::default();
         let Some(data) = &self.eval_data else { return Ok(whole) };
         let order = Order::new(data.len(), 0, false);
         let batch_size = self.plan.global_batch as u64;
@@ -504,7 +456,8 @@ impl Run {
                 self.eval_programs.insert(samples, (plan.into(), program));
             }
             let (plan, program) = &self.eval_programs[&samples];
-            let layout = shared.then(|| Layout::new(plan, &self.chain));
+            let layout = Layout::new(plan, &self.chain);
+            let layout = stepping::is_shared(&layout, program).then_some(layout);
             let batch = Window { data, order: &order, first };
             let input = StepInput::evaluate(self.step, &batch);
             let outcome = self.executor.run_in(layout.as_ref(), program, &input)?;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use shoal_kernels::{Device, Tensor};
+use shoal_kernels::{CpuDevice, Device, Tensor};
 use shoal_model::Chain;
 use shoal_plan::{Holder, Plan, Slice};
 use shoal_state::checkpoint::{Header, Saved, Slice as Written, Store};
@@ -47,11 +47,30 @@ pub fn shares(plan: &Plan, among: &[usize]) -> Option<Vec<Vec<Share>>> {
 }
 
 /// Which part of a checkpoint this worker writes.
-struct Part {
+pub struct Part {
     /// From 1.
-    number: usize,
-    of: usize,
-    shares: Vec<Share>,
+    pub number: usize,
+    pub of: usize,
+    pub shares: Vec<Share>,
+}
+
+/// What parts are read from.
+pub trait Holding {
+    /// A share's parameters (0) or one of its states (from 1), where the host can read them.
+    fn read(&self, share: &Share, role: usize) -> Result<Cow<'_, [f32]>>;
+
+    /// Where the copy is counted.
+    fn host(&self) -> &CpuDevice;
+}
+
+impl Holding for Executor {
+    fn read(&self, share: &Share, role: usize) -> Result<Cow<'_, [f32]>> {
+        self.held(share, role)
+    }
+
+    fn host(&self) -> &CpuDevice {
+        Executor::host(self)
+    }
 }
 
 impl Part {
@@ -122,9 +141,13 @@ impl Saver {
         members: &[usize],
         device: usize,
     ) -> Result<Saver> {
+        Ok(Saver::of(store, chain, states, Part::of(plan, members, device)?))
+    }
+
+    /// One who was told which part to write; none where there is nothing to.
+    pub fn of(store: Store, chain: Arc<Chain>, states: &[&'static str], part: Option<Part>) -> Saver {
         let roles = std::iter::once(PARAMETER).chain(states.iter().copied()).collect();
-        let part = Part::of(plan, members, device)?;
-        Ok(Saver {
+        Saver {
             store,
             chain,
             roles,
@@ -134,7 +157,7 @@ impl Saver {
             under_way: None,
             removing: None,
             done: None,
-        })
+        }
     }
 
     pub fn store(&self) -> &Store {
@@ -143,7 +166,7 @@ impl Saver {
 
     /// Makes a copy of this worker's part, if there is room and something is to run meanwhile, and looks for parameters
     /// that are no numbers: they must not push out the last checkpoint whose are. The last save must have ended.
-    pub fn prepare(&mut self, executor: &Executor, waits: bool) -> Result<Prepared> {
+    pub fn prepare(&mut self, held: &dyn Holding, waits: bool) -> Result<Prepared> {
         assert!(self.under_way.is_none(), "one save at a time");
         // What was copied for a save that was never begun is of no use any more.
         self.room = self.copy.take().or(self.room.take());
@@ -154,18 +177,18 @@ impl Saver {
                 Err(None)
             }
             (false, Some(room)) => Ok(room),
-            (false, None) => part.room(executor, self.roles.len()).map_err(Some),
+            (false, None) => part.room(held, self.roles.len()).map_err(Some),
         };
         match room {
             Ok(mut room) => {
-                let unfit = part.copy(executor, self.roles.len(), &mut room)?;
+                let unfit = part.copy(held, self.roles.len(), &mut room)?;
                 self.copy = Some(room);
                 Ok(Prepared { unfit, refused: None })
             }
             Err(refused) => {
                 let mut unfit = None;
                 for share in &part.shares {
-                    unfit = unfit.or(first_unfit(&executor.held(share, 0)?));
+                    unfit = unfit.or(first_unfit(&held.read(share, 0)?));
                 }
                 Ok(Prepared { unfit, refused })
             }
@@ -173,7 +196,7 @@ impl Saver {
     }
 
     /// Writes this worker's part of a save: beside what runs next if there is a copy, else at once.
-    pub fn begin(&mut self, executor: &Executor, header: Header, id: u64) -> Result {
+    pub fn begin(&mut self, held: &dyn Holding, header: Header, id: u64) -> Result {
         let (step, began) = (header.step, Instant::now());
         let Some(part) = &self.part else {
             self.done = Some(Outcome { step, ..Outcome::default() });
@@ -190,8 +213,7 @@ impl Saver {
         }
         let (slices, roles) = (written(&self.chain, &self.roles, &part.shares), self.roles.len());
         let writer = self.store.begin_part(header, id, place.0, place.1)?;
-        let saved =
-            writer.write(&slices, |index| executor.held(&part.shares[index / roles], index % roles))?;
+        let saved = writer.write(&slices, |index| held.read(&part.shares[index / roles], index % roles))?;
         self.done = Some(Outcome { step, bytes: saved.bytes, seconds: began.elapsed().as_secs_f64() });
         Ok(())
     }
@@ -259,8 +281,8 @@ impl Part {
     }
 
     /// Host memory for a copy, or how many bytes that is and how many are free beside what steps have needed so far.
-    fn room(&self, executor: &Executor, roles: usize) -> std::result::Result<Tensor, (u64, u64)> {
-        let (arena, elements) = (executor.host().arena(), self.elements(roles));
+    fn room(&self, held: &dyn Holding, roles: usize) -> std::result::Result<Tensor, (u64, u64)> {
+        let (arena, elements) = (held.host().arena(), self.elements(roles));
         let (needed, free) = (4 * elements as u64, arena.budget().saturating_sub(arena.peak()));
         if needed > free {
             return Err((needed, free));
@@ -269,11 +291,11 @@ impl Part {
     }
 
     /// Copies all that is to be written, and returns a parameter's value that is no number.
-    fn copy(&self, executor: &Executor, roles: usize, room: &mut Tensor) -> Result<Option<f32>> {
+    fn copy(&self, held: &dyn Holding, roles: usize, room: &mut Tensor) -> Result<Option<f32>> {
         let (mut rest, mut unfit) = (room.floats_mut(), None);
         for share in &self.shares {
             for role in 0..roles {
-                let values = executor.held(share, role)?;
+                let values = held.read(share, role)?;
                 let (here, after) = rest.split_at_mut(values.len());
                 here.copy_from_slice(&values);
                 if role == 0 {

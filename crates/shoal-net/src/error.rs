@@ -40,7 +40,14 @@ pub enum Error {
     NoPeer { rank: usize, size: usize, peer: usize },
     /// The fabric could not be made.
     #[error("{name} could not join within {} s: {}{}", limit.as_secs_f64(), missing.join("; "), turned(turned_away))]
-    Join { name: String, missing: Vec<String>, turned_away: Vec<String>, limit: Duration },
+    Join {
+        name: String,
+        /// Who is missing and why, and their ranks.
+        missing: Vec<String>,
+        ranks: Vec<usize>,
+        turned_away: Vec<String>,
+        limit: Duration,
+    },
     /// A connection without identities to where others could be.
     #[error("{address} can be reached from outside, and connections without TLS are for loopback only")]
     PlainOutside { address: SocketAddr },

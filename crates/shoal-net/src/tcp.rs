@@ -4,7 +4,8 @@
 //! the data streams, which the receiving threads read themselves, straight into their callers' memory.
 //!
 //! - `stream`: one connection, plain or TLS.
-//! - `join`: how the connections come to be, and who is let in.
+//! - `reception`: a worker's port, and which fabric a connection is for.
+//! - `join`: how the connections of a fabric come to be, and who is let in.
 //! - `sink`: where frames leave, held to the link's shape.
 //! - `lane`: where data arrives, and which of the waiting threads reads it.
 //! - `message`: the two ends of one message.
@@ -14,11 +15,13 @@ mod join;
 mod lane;
 mod message;
 mod peer;
+mod reception;
 mod sink;
 mod stream;
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread::JoinHandle;
 
 use crate::error::{Error, Result};
@@ -28,8 +31,10 @@ use crate::identity::Identity;
 use crate::link::Link;
 use crate::pace::{BYTES_PER_S_MIN, Egress, Pacer};
 use crate::settings::Settings;
+use join::Connections;
 use message::TcpLink;
 use peer::Peer;
+pub use reception::{Guard, Reception};
 
 /// How workers know each other.
 #[derive(Clone, Debug)]
@@ -53,17 +58,40 @@ pub struct Endpoint {
     pub security: Security,
 }
 
-/// Connects this worker with all others, trying until the join deadline.
+/// A worker's place in a fabric that is made over its reception.
+#[derive(Clone, Debug)]
+pub struct Seat {
+    pub rank: usize,
+    /// Where each worker listens, by rank.
+    pub addresses: Vec<SocketAddr>,
+    /// Which fabric this is: connections of another one are not for it.
+    pub fabric: u128,
+    /// What each worker's certificate calls it, by rank; nobody is asked where nobody proves anything.
+    pub names: Vec<String>,
+}
+
+impl Seat {
+    /// Workers as messages name them.
+    fn titles(&self) -> Vec<String> {
+        let workers = self.addresses.iter().enumerate();
+        workers.map(|(rank, address)| format!("worker {rank} ({address})")).collect()
+    }
+}
+
+/// Connects this worker with all others, trying until the join deadline. The port serves this fabric alone.
 pub fn connect(endpoint: Endpoint, settings: &Settings) -> Result<Arc<Fabric>> {
-    check(&endpoint, settings)?;
-    let names: Vec<String> = endpoint
-        .addresses
-        .iter()
-        .enumerate()
-        .map(|(rank, address)| format!("worker {rank} ({address})"))
-        .collect();
-    let rank = endpoint.rank;
-    let joined = join::join(endpoint, &names, settings)?;
+    let Endpoint { rank, listener, addresses, fabric, security } = endpoint;
+    let (guard, names) = match security {
+        Security::Tls { identity, names } => (Guard::Tls(identity), names),
+        Security::Plain => (Guard::Plain, Vec::new()),
+    };
+    let reception = Reception::open(listener, guard)?;
+    reception.connect(Seat { rank, addresses, fabric, names }, settings, &AtomicBool::new(false))
+}
+
+/// A fabric of connections that stand.
+fn fabric_of(seat: &Seat, joined: Vec<Connections>, settings: &Settings) -> Result<Arc<Fabric>> {
+    let (rank, names) = (seat.rank, seat.titles());
     let fate = Arc::new(Fate::default());
     let shape = settings.shape.as_ref();
     let egress = Egress::new(shape);
@@ -80,12 +108,8 @@ pub fn connect(endpoint: Endpoint, settings: &Settings) -> Result<Arc<Fabric>> {
     Ok(Arc::new(Fabric::new(rank, names, fate, links, Box::new(tcp))))
 }
 
-fn check(endpoint: &Endpoint, settings: &Settings) -> Result<()> {
-    let size = endpoint.addresses.len();
+fn check_settings(settings: &Settings) -> Result<()> {
     let wrong = |what: String| Err(Error::Settings { what });
-    if endpoint.rank >= size {
-        return wrong(format!("there is no worker {} among {size}", endpoint.rank));
-    }
     if settings.streams == 0 || settings.streams > join::STREAMS_MAX {
         return wrong(format!("{} streams; there can be 1 to {}", settings.streams, join::STREAMS_MAX));
     }
@@ -103,19 +127,7 @@ fn check(endpoint: &Endpoint, settings: &Settings) -> Result<()> {
             return wrong(format!("a link of {rate} bytes/s; the slowest has {BYTES_PER_S_MIN}"));
         }
     }
-    match &endpoint.security {
-        Security::Tls { names, .. } if names.len() != size => {
-            wrong(format!("{} names for {size} workers", names.len()))
-        }
-        Security::Tls { .. } => Ok(()),
-        Security::Plain => {
-            let own = endpoint.listener.local_addr().ok();
-            match endpoint.addresses.iter().chain(&own).find(|address| !address.ip().is_loopback()) {
-                Some(address) => Err(Error::PlainOutside { address: *address }),
-                None => Ok(()),
-            }
-        }
-    }
+    Ok(())
 }
 
 /// What keeps a fabric's connections alive, and ends them.

@@ -100,6 +100,45 @@ pub enum Violation {
     Window,
     #[error("more messages are begun than a worker can have")]
     TooMany,
+    #[error("it says that it is worker {rank} of {size} on line {line} of {lines}")]
+    Hello { rank: u64, size: u64, line: u64, lines: u64 },
+}
+
+/// What a connection is for, as its maker says first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hello {
+    pub fabric: u128,
+    /// Its maker, among so many.
+    pub rank: usize,
+    pub size: usize,
+    /// Which of the connections in this direction it is: control, then data.
+    pub line: usize,
+    pub lines: usize,
+}
+
+impl Hello {
+    pub fn header(&self) -> Header {
+        let halves = |low: usize, high: usize| low as u64 | (high as u64) << 32;
+        Header {
+            tag: Tag(self.fabric),
+            total: halves(self.rank, self.size),
+            offset: halves(self.line, self.lines),
+            ..Header::new(Kind::Hello)
+        }
+    }
+
+    pub fn of(header: &Header) -> Result<Hello, Violation> {
+        if header.kind != Kind::Hello {
+            return Err(Violation::Unexpected(header.kind));
+        }
+        let halves = |number: u64| (number & u64::from(u32::MAX), number >> 32);
+        let ((rank, size), (line, lines)) = (halves(header.total), halves(header.offset));
+        if rank >= size || line >= lines {
+            return Err(Violation::Hello { rank, size, line, lines });
+        }
+        let [rank, size, line, lines] = [rank, size, line, lines].map(|number| number as usize);
+        Ok(Hello { fabric: header.tag.0, rank, size, line, lines })
+    }
 }
 
 impl Header {

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use crate::table::{Held, Holder, Plan, Samples, Slice, Tier};
+use crate::table::{Held, Holder, Plan, Residence, Samples, Slice, TensorRow, Tier};
 
 /// A holder by name.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -34,7 +34,7 @@ impl Difference {
     /// From one table to another of the same model, where of the first only these devices are still there.
     pub fn new(before: &Plan, after: &Plan, is_there: impl Fn(&str) -> bool) -> Difference {
         let mut difference = Difference::default();
-        let mut sent: HashMap<Place, u64> = HashMap::new();
+        let mut senders = Senders::default();
         for (tensor, (old, new)) in before.tensors.iter().zip(&after.tensors).enumerate() {
             let sources = sources(before, &old.optimizer, &is_there);
             let mut lost = Vec::new();
@@ -44,14 +44,9 @@ impl Difference {
                     if holders.contains(&to) {
                         continue;
                     }
-                    // Whoever has sent least so far.
-                    let from = holders.iter().min_by_key(|from| sent.get(*from).copied().unwrap_or_default());
-                    match from {
+                    match senders.choose(slice, holders, &to) {
                         None => lost.push((tensor, slice)),
-                        Some(from) => {
-                            *sent.entry(from.clone()).or_default() += slice.count() as u64;
-                            difference.moves.push(Move { tensor, slice, from: from.clone(), to: to.clone() });
-                        }
+                        Some(from) => difference.moves.push(Move { tensor, slice, from, to: to.clone() }),
                     }
                 }
             }
@@ -60,6 +55,28 @@ impl Difference {
             difference.lost.extend(lost);
         }
         difference
+    }
+
+    /// Parameters alone, for copies to compute with that stay on a device of the second table: what of them neither lies there
+    /// in the first already nor comes with the state.
+    pub fn copies(before: &Plan, after: &Plan, is_there: impl Fn(&str) -> bool) -> Vec<Move> {
+        let (mut moves, mut senders) = (Vec::new(), Senders::default());
+        for (tensor, (old, new)) in before.tensors.iter().zip(&after.tensors).enumerate() {
+            let sources = sources(before, &old.optimizer, &is_there);
+            let resident = new.compute_copies.iter().filter(|copy| copy.residence == Residence::Resident);
+            for device in resident.map(|copy| copy.device) {
+                let (to, kept) = (place(after, Holder::Device(device)), kept(new, device));
+                let is_here = |holder: &Place| holder.device == to.device;
+                for (part, holders) in sources.iter().filter(|(_, holders)| !holders.iter().any(is_here)) {
+                    for slice in without(*part, &kept) {
+                        // What nobody has is lost with the state.
+                        let from = senders.choose(slice, holders, &to);
+                        moves.extend(from.map(|from| Move { tensor, slice, from, to: to.clone() }));
+                    }
+                }
+            }
+        }
+        moves
     }
 
     /// Elements that each place receives, and that each sends.
@@ -71,6 +88,43 @@ impl Difference {
         }
         traffic
     }
+}
+
+/// What each place has been asked to send.
+#[derive(Default)]
+struct Senders(HashMap<Place, u64>);
+
+impl Senders {
+    /// Who sends a slice: another memory of the same device, or else whoever sends least so far.
+    fn choose(&mut self, slice: Slice, holders: &[Place], to: &Place) -> Option<Place> {
+        let load = |from: &&Place| (from.device != to.device, self.0.get(*from).copied().unwrap_or_default());
+        let from = holders.iter().min_by_key(load)?.clone();
+        *self.0.entry(from.clone()).or_default() += slice.count() as u64;
+        Some(from)
+    }
+}
+
+/// What a device keeps of a tensor's state, in order.
+fn kept(row: &TensorRow, device: usize) -> Vec<Slice> {
+    let own = row.optimizer.iter().filter(|held| held.holder.device() == device);
+    let mut slices: Vec<Slice> = own.map(|held| held.slice).collect();
+    slices.sort_unstable();
+    slices
+}
+
+/// What is left of a slice without others, which are in order.
+fn without(slice: Slice, others: &[Slice]) -> Vec<Slice> {
+    let (mut left, mut start) = (Vec::new(), slice.start);
+    for other in others.iter().filter(|other| other.start < slice.end && other.end > slice.start) {
+        if other.start > start {
+            left.push(Samples { start, end: other.start });
+        }
+        start = start.max(other.end);
+    }
+    if start < slice.end {
+        left.push(Samples { start, end: slice.end });
+    }
+    left
 }
 
 fn place(plan: &Plan, holder: Holder) -> Place {

@@ -3,9 +3,9 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use shoal_plan::Plan;
 use shoal_plan::difference::{Difference, Move, Place};
 use shoal_plan::draw::{self, Draw};
+use shoal_plan::{Plan, Residence};
 
 /// Who has each element of each tensor, by the table alone.
 fn elements(plan: &Plan, is_there: impl Fn(&str) -> bool) -> HashMap<(usize, usize), BTreeSet<Place>> {
@@ -26,7 +26,7 @@ fn elements(plan: &Plan, is_there: impl Fn(&str) -> bool) -> HashMap<(usize, usi
 
 #[test]
 fn moves_bring_what_is_missing_and_nothing_else() {
-    let (mut moved, mut lost) = (0, 0);
+    let (mut moved, mut copied, mut lost) = (0, 0, 0);
     for seed in 0..300 {
         let mut draw = Draw::new(seed);
         let (chain, sequence) = draw::model(&mut draw);
@@ -61,10 +61,46 @@ fn moves_bring_what_is_missing_and_nothing_else() {
                 }
             }
         }
+        for Move { from, to, slice, tensor } in &difference.moves {
+            let on_device = |place: &Place| place.device == to.device;
+            let here = slice.range().all(|element| had[&(*tensor, element)].iter().any(on_device));
+            assert_eq!(here, from.device == to.device, "seed {seed}: what is on the device comes from there");
+        }
+        copied += copies_are_whole(&before, &after, &is_there, &had);
         moved += difference.moves.len();
         lost += difference.lost.len();
     }
-    assert!(moved > 1000 && lost > 100, "{moved} {lost}");
+    assert!(moved > 1000 && copied > 1000 && lost > 100, "{moved} {copied} {lost}");
+}
+
+/// Every element of every copy that stays is on its device, or comes with the state, or comes by itself, once.
+fn copies_are_whole(
+    before: &Plan,
+    after: &Plan,
+    is_there: &impl Fn(&str) -> bool,
+    had: &HashMap<(usize, usize), BTreeSet<Place>>,
+) -> usize {
+    let copies = Difference::copies(before, after, is_there);
+    let mut brought: BTreeSet<(usize, usize, String)> = BTreeSet::new();
+    for Move { tensor, slice, from, to } in &copies {
+        for element in slice.range() {
+            assert!(had[&(*tensor, element)].contains(from));
+            assert!(brought.insert((*tensor, element, to.device.clone())), "brought twice");
+        }
+    }
+    let kept = elements(after, |_| true);
+    for (tensor, row) in after.tensors.iter().enumerate() {
+        for copy in row.compute_copies.iter().filter(|copy| copy.residence == Residence::Resident) {
+            let device = &after.devices[copy.device].name;
+            let is_here = |place: &Place| place.device == *device;
+            for element in (0..row.elements).filter(|element| had.contains_key(&(tensor, *element))) {
+                let here = had[&(tensor, element)].iter().any(is_here);
+                let comes = kept[&(tensor, element)].iter().any(is_here);
+                assert_eq!(brought.contains(&(tensor, element, device.clone())), !here && !comes);
+            }
+        }
+    }
+    copies.len()
 }
 
 #[test]

@@ -12,8 +12,9 @@ pub fn orders(state: &State, worker: WorkerId) -> BTreeMap<JobId, Order> {
 }
 
 fn order(state: &State, job: &Job, worker: WorkerId) -> Option<Order> {
-    if let Phase::Moving { plan, .. } = &job.phase
-        && plan.place(worker).is_some()
+    // Those who have the state take part in moving it, though they may have none of the new plan's.
+    if let Phase::Moving { plan, sources } = &job.phase
+        && (plan.place(worker).is_some() || sources.contains(&worker))
     {
         let command = Command::Install(state.installation(job, plan));
         return Some(Order { epoch: job.epoch, command, save: None });

@@ -183,6 +183,9 @@ impl Executor {
 
     /// Starts the instruction at a place, and those after it that reach the device with it; says how many.
     fn start(&mut self, course: &mut Course, step: &mut Step, place: usize) -> Result<usize> {
+        if self.gate.as_ref().is_some_and(|may_go_on| !may_go_on()) {
+            return Err(EngineError::Stopped);
+        }
         let instruction = &course.instructions[place];
         let start = Instant::now();
         let on_device = |next: &Instruction| matches!(next.op, Op::Update { at: Tier::Device, .. });

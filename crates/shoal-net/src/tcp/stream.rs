@@ -51,6 +51,13 @@ impl Reading {
         }
     }
 
+    pub fn socket(&self) -> &TcpStream {
+        match self {
+            Reading::Plain(socket) => socket,
+            Reading::Tls(_, socket) => socket.get_ref(),
+        }
+    }
+
     /// Says something back, which happens only while the connection is being made.
     pub fn answer(&mut self, bytes: &[u8], mut go_on: impl FnMut() -> io::Result<()>) -> io::Result<()> {
         match self {

@@ -1,0 +1,227 @@
+//! Step after step, until the last one, until told to stop, or until a peer fails. Before each instruction the lease is
+//! asked; between two steps commands are looked at. However it ends, it ends with where the slices stand.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use shoal_control::message::{Epoch, Spent, WorkerId};
+use shoal_control::worker::{EngineCommand, EngineEvent};
+use shoal_engine::executor::Gate;
+use shoal_engine::stepping::{Work, is_shared};
+use shoal_engine::{EngineError, Traced};
+use shoal_plan::{Instruction, Lane, Layout, Op, Program, Standing};
+
+use crate::brake::{Brake, Stops};
+use crate::error::{CrewError, Result};
+use crate::hands::{Hands, order_of, terms_of};
+use crate::peers::Purpose;
+
+/// How far a run is to go.
+struct Bounds {
+    steps: u64,
+    /// It was told to end after this step.
+    after: Option<u64>,
+    /// Nobody wants to know how it ends.
+    let_go: bool,
+}
+
+impl Bounds {
+    fn is_over(&self, step: u64) -> bool {
+        self.let_go || step >= self.steps || self.after.is_some_and(|after| step > after)
+    }
+}
+
+impl Hands {
+    pub(crate) fn run(&mut self, epoch: Epoch, steps: u64) {
+        if !self.shares.contains_key(&epoch) {
+            return self.note(Some(epoch), "a plan is to run whose state is not here".to_owned(), true);
+        }
+        let brake = self.task.begin(epoch);
+        let mut bounds = Bounds { steps, after: None, let_go: false };
+        let mut later = Vec::new();
+        let ran = self.go(epoch, &mut bounds, &brake, &mut later);
+        self.task.end();
+        self.end_run(epoch, ran, &brake);
+        // What came meanwhile and was for another plan.
+        for command in later {
+            self.obey(command);
+        }
+    }
+
+    /// Looks at what was told meanwhile.
+    fn look(&mut self, epoch: Epoch, bounds: &mut Bounds, brake: &Brake, later: &mut Vec<EngineCommand>) {
+        while let Ok(command) = self.told.try_recv() {
+            match command {
+                EngineCommand::Halt { epoch: other, after } if other == epoch => match after {
+                    Some(_) => bounds.after = after,
+                    None => brake.pull(),
+                },
+                EngineCommand::Save { epoch: other, save } if other == epoch => {
+                    self.wanted = Some((epoch, save));
+                }
+                command => {
+                    bounds.let_go |= Stops::of(&command).stops(epoch);
+                    later.push(command);
+                }
+            }
+        }
+    }
+
+    fn go(
+        &mut self,
+        epoch: Epoch,
+        bounds: &mut Bounds,
+        brake: &Arc<Brake>,
+        later: &mut Vec<EngineCommand>,
+    ) -> Result {
+        self.look(epoch, bounds, brake, later);
+        let share = self.shares.get_mut(&epoch).ok_or(CrewError::Stopped)?;
+        if brake.is_pulled() || bounds.is_over(share.step) {
+            return Ok(());
+        }
+        let key = (self.job, epoch, Purpose::Run);
+        let fabric = share.peers.connect(&self.crewed, key, &share.abouts, brake)?;
+        let (may_run, pulled) = (self.crewed.setup.may_run.clone(), brake.clone());
+        let gate: Gate = Arc::new(move || !pulled.is_pulled() && may_run());
+        let parked =
+            || CrewError::NotHeld { epoch: epoch.0, step: 0, what: "it waits in host memory".into() };
+        let executor = share.executor().ok_or_else(parked)?;
+        executor.set_fabric(fabric.clone());
+        executor.set_gate(Some(gate));
+        let stepped = self.step_on(epoch, bounds, brake, later);
+        brake.detach();
+        if let Some(executor) = self.shares.get_mut(&epoch).and_then(|share| share.executor()) {
+            executor.set_fabric(None);
+            executor.set_gate(None);
+        }
+        stepped.map_err(|error| match (error, self.shares.get(&epoch)) {
+            (CrewError::Engine(EngineError::Net(error)), Some(share)) => {
+                let first = fabric.as_ref().and_then(|fabric| fabric.failure()).unwrap_or(error);
+                share.peers.failure(first, fabric.as_deref())
+            }
+            (error, _) => error,
+        })
+    }
+
+    fn step_on(
+        &mut self,
+        epoch: Epoch,
+        bounds: &mut Bounds,
+        brake: &Brake,
+        later: &mut Vec<EngineCommand>,
+    ) -> Result {
+        let plan = self.shares[&epoch].plan.clone();
+        let chain = self.assembled()?.chain.clone();
+        let layout = Layout::new(&plan, &chain);
+        let layout = is_shared(&layout, &self.shares[&epoch].program).then_some(&layout);
+        let order = order_of(self.assembled()?);
+        loop {
+            self.save_if_there();
+            let assembled = self.assembled.as_ref().ok_or(CrewError::Stopped)?;
+            let share = self.shares.get_mut(&epoch).ok_or(CrewError::Stopped)?;
+            if brake.is_pulled() || bounds.is_over(share.step) {
+                return Ok(());
+            }
+            let (step, loss_scale) = (share.step, share.loss_scale);
+            let every = assembled.timed_every.max(1);
+            let timed = step.is_multiple_of(every);
+            let terms = terms_of(assembled, &order);
+            share.began = Instant::now();
+            let program = share.program.clone();
+            let executor = share.executor().ok_or(CrewError::Stopped)?;
+            executor.set_traces(timed);
+            let work = Work { plan: &plan, program: &program, layout };
+            let outcome = terms.train(executor, work, step, loss_scale)?;
+            let traced = executor.take_traced();
+            let standing = executor.standing()?;
+            let record = share.complete(&terms, &outcome);
+            let own = timed.then(|| OwnWork::of(&program, &traced));
+            if let Some(own) = &own {
+                own.add_to(&mut share.spent, every);
+            }
+            let pace = own.zip(share.work_ms).map(|(own, work_ms)| (step, percent(own.total_ms(), work_ms)));
+            let spent = share.spent;
+            self.crewed.tell_step(self.job, epoch, Some(record));
+            self.tell(EngineEvent::Moved { epoch, standing, pace, spent });
+            self.look(epoch, bounds, brake, later);
+        }
+    }
+
+    /// Says where the slices stand, and why it ended.
+    fn end_run(&mut self, epoch: Epoch, ran: Result, brake: &Brake) {
+        let culprit = ran.as_ref().err().and_then(CrewError::culprit);
+        if let Err(error) = &ran
+            && !brake.is_pulled()
+        {
+            self.note(Some(epoch), format!("stopped: {error}"), false);
+            self.failed = error.keeps_from_running();
+        }
+        match self.last_standing(epoch) {
+            Ok(standing) => {
+                self.tell(EngineEvent::Halted { epoch, standing, culprit: blamed(culprit, brake) })
+            }
+            Err(error) => self.note(Some(epoch), format!("where the state stands is unknown: {error}"), true),
+        }
+        self.save_if_there();
+    }
+
+    /// Where the slices stand. A step whose updates were all applied here counts, though its end was not seen.
+    fn last_standing(&mut self, epoch: Epoch) -> Result<Standing> {
+        let assembled = self.assembled.as_ref().ok_or(CrewError::Stopped)?;
+        let share = self.shares.get_mut(&epoch).ok_or(CrewError::Stopped)?;
+        let standing = share.executor().ok_or(CrewError::Stopped)?.standing()?;
+        if standing.step > share.step
+            && let Some(closing) = standing.closing
+        {
+            let order = order_of(assembled);
+            let record = share.complete_by(&assembled.chain, &terms_of(assembled, &order), &closing);
+            self.crewed.tell_step(self.job, epoch, record);
+        }
+        Ok(standing)
+    }
+}
+
+/// One that was told to stop blames nobody.
+fn blamed(culprit: Option<WorkerId>, brake: &Brake) -> Option<WorkerId> {
+    culprit.filter(|_| !brake.is_pulled())
+}
+
+/// What this worker's own instructions took in a step: all but those that are waited for on the network.
+struct OwnWork {
+    useful_ms: f64,
+    recompute_ms: f64,
+}
+
+impl OwnWork {
+    fn of(program: &Program, traced: &[Traced]) -> OwnWork {
+        let mut own = OwnWork { useful_ms: 0.0, recompute_ms: 0.0 };
+        let by_id: HashMap<u32, &Instruction> =
+            program.instructions.iter().map(|next| (next.id, next)).collect();
+        for Traced { id, start, end } in traced {
+            match by_id.get(id) {
+                Some(next) if matches!(next.op, Op::Recompute { .. }) => {
+                    own.recompute_ms += 1e3 * (end - start)
+                }
+                Some(next) if next.lane != Lane::Network => own.useful_ms += 1e3 * (end - start),
+                _ => {}
+            }
+        }
+        own
+    }
+
+    fn total_ms(&self) -> f64 {
+        self.useful_ms + self.recompute_ms
+    }
+
+    /// Steps that were not timed are taken for like this one. Waiting is not told apart by what it was for.
+    fn add_to(&self, spent: &mut Spent, steps: u64) {
+        let whole = |ms: f64| (ms * steps as f64).round() as u64;
+        let (useful_ms, recompute_ms) = (whole(self.useful_ms), whole(self.recompute_ms));
+        spent.add(&Spent { useful_ms, recompute_ms, bubble_ms: 0 });
+    }
+}
+
+fn percent(took_ms: f64, predicted_ms: f64) -> u32 {
+    (100.0 * took_ms / predicted_ms).round().clamp(1.0, f64::from(u32::MAX)) as u32
+}

@@ -1,0 +1,103 @@
+//! One training step, as each of its workers does it. All that a step is given is a function of its number: samples,
+//! learning rate, what is drawn at random. So whoever does it, on whatever plan and after whatever happened, does the same
+//! step. What follows steps (books, checkpoints, orders) is the affair of whoever calls this.
+
+use std::ops::Range;
+
+use shoal_data::{Dataset, Inputs, Order};
+use shoal_model::Chain;
+use shoal_nn::{OptimizerSettings, Schedule};
+use shoal_plan::{Closing, Layout, Plan, Program};
+
+use crate::error::{EngineError, Result};
+use crate::executor::{Batch, Executor, StepInput, StepOutcome};
+use crate::loss_scale::LossScale;
+
+/// What all steps of a job have in common.
+#[derive(Clone, Copy)]
+pub struct Terms<'a> {
+    /// Of the whole job: the schedule goes by it.
+    pub steps: u64,
+    pub seed: u64,
+    pub optimizer: &'a OptimizerSettings,
+    pub schedule: &'a Schedule,
+    pub data: &'a Dataset,
+    pub order: &'a Order,
+}
+
+/// A step's work for one worker.
+#[derive(Clone, Copy)]
+pub struct Work<'a> {
+    pub plan: &'a Plan,
+    pub program: &'a Program,
+    /// Where anything of the step happens elsewhere than in the device's own memory.
+    pub layout: Option<&'a Layout<'a>>,
+}
+
+/// Samples of the endless stream from some position on.
+pub(crate) struct Window<'a> {
+    pub(crate) data: &'a Dataset,
+    pub(crate) order: &'a Order,
+    pub(crate) first: u64,
+}
+
+impl Batch for Window<'_> {
+    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result {
+        let places: Vec<(u64, u64)> =
+            samples.map(|sample| self.order.index(self.first + sample as u64)).collect();
+        Ok(self.data.read_all(&places, inputs, targets)?)
+    }
+}
+
+impl Terms<'_> {
+    /// The scheduled rate of a step.
+    pub fn lr(&self, step: u64) -> f64 {
+        self.optimizer.lr * self.schedule.factor(step, self.steps)
+    }
+
+    /// Does the step after `step` others.
+    pub fn train(
+        &self,
+        executor: &mut Executor,
+        work: Work,
+        step: u64,
+        loss_scale: Option<LossScale>,
+    ) -> Result<StepOutcome> {
+        let samples = work.plan.global_batch as u64;
+        let window = |step: u64| Window { data: self.data, order: self.order, first: step * samples };
+        let (batch, next) = (window(step), window(step + 1));
+        let last = step + 1 >= self.steps;
+        let (scale, skipped) = loss_scale.map_or((1.0, 0), |state| (state.scale, state.skipped));
+        let input = StepInput {
+            updates: step - skipped.min(step),
+            loss_scale: scale,
+            next: if last { None } else { Some(&next) },
+            ..StepInput::train(step, self.seed, self.lr(step), self.optimizer, &batch)
+        };
+        let outcome = executor.run_in(work.layout, work.program, &input)?;
+        if outcome.overflowed && loss_scale.is_some_and(|scale| !scale.can_fall()) {
+            let (step, what, value) = (step + 1, "norm of the gradient", outcome.gradient_norm);
+            return Err(EngineError::NotFinite { step, what, value, checkpoint: None });
+        }
+        Ok(outcome)
+    }
+}
+
+/// What a step gave, by its closing sums and the scale that its loss had.
+pub fn outcome_of(chain: &Chain, closing: &Closing, loss_scale: Option<LossScale>) -> StepOutcome {
+    let scale = loss_scale.map_or(1.0, |state| state.scale);
+    let gradient_norm = f64::from(closing.norm_squared).sqrt() / f64::from(scale);
+    StepOutcome {
+        loss_sum: closing.loss.into(),
+        targets: closing.targets,
+        correct: chain.image.map(|_| f64::from(closing.correct) as u64),
+        gradient_norm,
+        overflowed: !gradient_norm.is_finite(),
+        logits: Vec::new(),
+    }
+}
+
+/// Whether anything of a program's steps happens elsewhere than in its device's own memory.
+pub fn is_shared(layout: &Layout, program: &Program) -> bool {
+    layout.members().len() > 1 || program.instructions.iter().any(|instruction| instruction.op.moves())
+}
