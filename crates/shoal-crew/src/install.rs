@@ -7,6 +7,7 @@ use std::time::Instant;
 use shoal_control::message::{Checkpoint, Epoch, Installation, Source, Spent, WorkerId};
 use shoal_engine::{EngineError, Executor, LossScale, ModelState};
 use shoal_model::Precision;
+use shoal_net::Fabric;
 use shoal_plan::{Layout, Plan, Program, compile, verify};
 
 use crate::assembly::Assembled;
@@ -28,6 +29,15 @@ struct Frame {
     work_ms: Option<f64>,
 }
 
+/// Those between whom state passes, connected.
+struct Meeting {
+    /// The plan that they have and the one that they are to have.
+    tables: [Plan; 2],
+    transfer: Transfer,
+    peers: Peers,
+    fabric: Option<Arc<Fabric>>,
+}
+
 impl Hands {
     /// Gets this worker's share of a plan; none where it only has something that others need.
     pub(crate) fn try_install(
@@ -36,15 +46,34 @@ impl Hands {
         installation: &Installation,
         brake: &Brake,
     ) -> Result<Option<Share>> {
-        self.assemble(&installation.description)?;
         let own = own_id(&self.crewed.setup.about, &installation.abouts)?;
+        // Those who have the state are met first: they then wait for as long as this worker takes to get ready.
+        let meeting = self.meet(epoch, installation, own, brake)?;
+        let installed = self.install_share(installation, own, meeting.as_ref());
+        if let (Err(error), Some(Meeting { fabric: Some(fabric), .. })) = (&installed, &meeting) {
+            fabric.abort(&error.to_string());
+        }
+        brake.detach();
+        installed
+    }
+
+    fn install_share(
+        &mut self,
+        installation: &Installation,
+        own: WorkerId,
+        meeting: Option<&Meeting>,
+    ) -> Result<Option<Share>> {
+        self.assemble(&installation.description)?;
         let frame = self.frame(installation, own)?;
         let mut state = frame.as_ref().map(|frame| self.allocate(frame)).transpose()?;
         let plan = frame.as_ref().map(|frame| &frame.plan);
-        let loss_scale = match &installation.source {
-            Source::Fresh => self.fill_fresh(plan, &mut state)?,
-            Source::Checkpoint(checkpoint) => self.fill_saved(*checkpoint, plan, &mut state)?,
-            Source::Held { .. } => self.fill_held(epoch, installation, own, &mut state, brake)?,
+        let loss_scale = match (&installation.source, meeting) {
+            (Source::Fresh, _) => self.fill_fresh(plan, &mut state)?,
+            (Source::Checkpoint(checkpoint), _) => self.fill_saved(*checkpoint, plan, &mut state)?,
+            (Source::Held { epoch, step, .. }, Some(meeting)) => {
+                self.fill_held((*epoch, *step), meeting, &mut state)?
+            }
+            (Source::Held { .. }, None) => return Err(CrewError::Stopped),
         };
         let (Some(frame), Some(state)) = (frame, state) else { return Ok(None) };
         let assembled = self.assembled()?;
@@ -147,24 +176,16 @@ impl Hands {
         Ok(plan.and_then(|plan| scaled(plan)).map(|()| LossScale::restore(&saved.header().extra)))
     }
 
-    fn fill_held(
-        &mut self,
+    /// Connects those between whom state passes; none where it comes from elsewhere.
+    fn meet(
+        &self,
         epoch: Epoch,
         installation: &Installation,
         own: WorkerId,
-        state: &mut Option<ModelState>,
         brake: &Brake,
-    ) -> Result<Option<LossScale>> {
+    ) -> Result<Option<Meeting>> {
         let Source::Held { epoch: from, plan, step, alive } = &installation.source else { return Ok(None) };
-        let before = Table::of(plan)?.named(&plan.members);
-        let after = Table::of(&installation.plan)?.named(&installation.plan.members);
-        for plan in [&before, &after] {
-            plan.check(&self.assembled()?.chain)
-                .map_err(|error| CrewError::Table { what: error.to_string() })?;
-        }
-        let transfer = Transfer::new(&before, (&after, &installation.plan.members), alive, own)?;
-        let held = self.shares.get(from);
-        match held {
+        match self.shares.get(from) {
             Some(share) => share.expect_at(*from, *step)?,
             None if alive.contains(&own) => {
                 let what = "this worker does not have it any more".to_owned();
@@ -172,6 +193,9 @@ impl Hands {
             }
             None => {}
         }
+        let before = Table::of(plan)?.named(&plan.members);
+        let after = Table::of(&installation.plan)?.named(&installation.plan.members);
+        let transfer = Transfer::new(&before, (&after, &installation.plan.members), alive, own)?;
         let concerned = transfer.concerned();
         let peers = match concerned.contains(&own) {
             true => Peers::new(concerned, own)?,
@@ -179,17 +203,27 @@ impl Hands {
         };
         let key = (self.job, epoch, Purpose::Install);
         let fabric = peers.connect(&self.crewed, key, &installation.abouts, brake)?;
+        Ok(Some(Meeting { tables: [before, after], transfer, peers, fabric }))
+    }
+
+    fn fill_held(
+        &mut self,
+        (from, step): (Epoch, u64),
+        meeting: &Meeting,
+        state: &mut Option<ModelState>,
+    ) -> Result<Option<LossScale>> {
         let assembled = self.assembled()?;
+        for table in &meeting.tables {
+            table.check(&assembled.chain).map_err(|error| CrewError::Table { what: error.to_string() })?;
+        }
         let filling = Filling {
-            held,
+            held: self.shares.get(&from),
             new: state.as_mut().map(|state| (state, &assembled.tiers)),
             chain: &assembled.chain,
             states: assembled.optimizer.state_names(),
-            step: *step,
+            step,
         };
-        let carried = transfer.carry_out(fabric.as_ref(), &peers, filling);
-        brake.detach();
-        carried
+        meeting.transfer.carry_out(meeting.fabric.as_ref(), &meeting.peers, filling)
     }
 }
 

@@ -70,15 +70,22 @@ impl Hands {
 
     /// Says so if what was being written is.
     pub(crate) fn look_at_saving(&mut self) {
-        if self.saving.as_ref().is_some_and(|saving| !saving.saver.is_under_way()) {
-            self.end_saving();
+        let Some(Saving { saver, .. }) = &mut self.saving else { return };
+        let looked = saver.settle(false);
+        if looked.is_err() || !saver.is_under_way() {
+            self.tell_saved(looked);
         }
     }
 
     /// Waits for what is being written, and says what became of it.
     fn end_saving(&mut self) {
-        let Some(Saving { id, mut saver, cost_ms }) = self.saving.take() else { return };
+        let Some(Saving { saver, .. }) = &mut self.saving else { return };
         let written = saver.settle(true);
+        self.tell_saved(written);
+    }
+
+    fn tell_saved(&mut self, written: shoal_engine::error::Result) {
+        let Some(Saving { id, cost_ms, .. }) = self.saving.take() else { return };
         if let Err(error) = &written {
             self.note(None, format!("a part of a checkpoint was not written: {error}"), false);
         }

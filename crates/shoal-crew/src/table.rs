@@ -47,6 +47,10 @@ impl Table {
         if devices != members || !(table.work_ms.is_empty() || table.work_ms.len() == members) {
             return Err(CrewError::Table { what: format!("{devices} devices for {members} workers") });
         }
+        let copies = table.plan.tensors.iter().flat_map(|row| &row.compute_copies).map(|copy| copy.device);
+        if let Some(device) = parts(&table.plan).into_iter().chain(copies).find(|device| *device >= devices) {
+            return Err(CrewError::Table { what: format!("there is no device {device} among {devices}") });
+        }
         Ok(table)
     }
 
@@ -122,5 +126,26 @@ mod tests {
             assert!(sent.holders.iter().flatten().all(|place| *place < sent.members.len()));
         }
         assert!(idle > 0, "no table had an idle device");
+    }
+
+    #[test]
+    fn tables_that_name_devices_which_there_are_not_are_refused() {
+        let mut draw = Draw::new(1);
+        let (chain, sequence) = draw::model(&mut draw);
+        let step = draw::step(&mut draw, sequence);
+        let plan = draw::table(&chain, step, 5, &mut draw);
+        let workers: Vec<WorkerId> = (0..plan.devices.len() as u64).map(WorkerId).collect();
+        let sent = Table { plan, work_ms: Vec::new() }.message(&workers, 12);
+        let refused = |change: &dyn Fn(&mut Table)| {
+            let mut table = Table::of(&sent).unwrap();
+            change(&mut table);
+            Table::of(&message::Plan { table: table.text(), ..sent.clone() }).is_err()
+        };
+        assert!(!refused(&|_| {}));
+        assert!(refused(&|table| table.plan.layers[0].compute[0].device = 99));
+        assert!(refused(&|table| table.plan.tensors[0].optimizer[0].holder = Holder::Host(99)));
+        assert!(refused(&|table| table.plan.tensors[0].compute_copies[0].device = 99));
+        assert!(refused(&|table| drop(table.plan.devices.pop())));
+        assert!(Table::of(&message::Plan { table: "{}".into(), ..sent.clone() }).is_err());
     }
 }

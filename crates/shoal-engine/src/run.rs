@@ -236,7 +236,8 @@ impl Run {
     }
 
     /// Trains until the last step, or until `stop` is set; either way the state is saved. So it is when another worker is
-    /// lost and the one that keeps the books has all of it: then at the step of the loss.
+    /// lost and the one that keeps the books has all of it: then at the step of the loss. When this returns nothing is being
+    /// saved any more.
     pub fn go(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {
         let gone = self.go_on(stop, on_event);
         // A save that was begun before a failure is still worth its end.
@@ -248,7 +249,13 @@ impl Run {
             }
             settled = self.end_saving(on_event);
         }
-        gone.and_then(|reason| settled.map(|()| reason))
+        match gone {
+            Ok(reason) => settled.map(|()| reason),
+            Err(EngineError::NotFinite { step, what, value, .. }) => {
+                Err(EngineError::NotFinite { step, what, value, checkpoint: self.last_saved })
+            }
+            other => other,
+        }
     }
 
     /// Waits for what is still being written or removed.
@@ -395,15 +402,7 @@ impl Run {
             order: &self.order,
         };
         let work = Work { plan: &self.plan, program: &self.program, layout };
-        let outcome =
-            terms.train(&mut self.executor, work, self.step, self.loss_scale).map_err(
-                |error| match error {
-                    EngineError::NotFinite { step, what, value, .. } => {
-                        EngineError::NotFinite { step, what, value, checkpoint: self.last_saved }
-                    }
-                    other => other,
-                },
-            )?;
+        let outcome = terms.train(&mut self.executor, work, self.step, self.loss_scale)?;
         if traces {
             self.executor.set_traces(false);
             self.traced.push_back(self.executor.take_traced());
@@ -483,8 +482,8 @@ impl Run {
         // Everyone has come here, so everyone's part of the save before is written.
         self.note_saved(numbers[2] as u64, on_event)?;
         if !numbers[1].is_finite() {
-            let (step, what, checkpoint) = (self.step, "value of a parameter", self.last_saved);
-            return Err(EngineError::NotFinite { step, what, value: numbers[1], checkpoint });
+            let (step, what, value) = (self.step, "value of a parameter", numbers[1]);
+            return Err(EngineError::NotFinite { step, what, value, checkpoint: None });
         }
         if let Some((needed_bytes, free_bytes)) = prepared.refused.filter(|_| !self.said_waits) {
             self.said_waits = true;

@@ -19,6 +19,8 @@ use shoal_state::checkpoint::Store;
 
 pub const GLOBAL_BATCH: usize = 8;
 pub const SEQUENCE: usize = 16;
+/// How long peers are waited for until they are connected.
+pub const JOIN_DEADLINE: Duration = Duration::from_secs(6);
 const VOCABULARY: usize = 256;
 const SEED: u64 = 11;
 
@@ -34,6 +36,8 @@ pub struct Description {
     pub lr: f64,
     /// A worker whose work lasts so many times as long as it should.
     pub slow: Option<(String, u32)>,
+    /// One that takes longer to get ready than peers wait for a connection.
+    pub late: Option<String>,
 }
 
 impl Description {
@@ -97,6 +101,9 @@ pub fn assemble(
     cache: &str,
 ) -> Result<Assembled, Box<dyn std::error::Error + Send + Sync>> {
     let description: Description = serde_json::from_str(text)?;
+    if description.late.as_deref() == Some(worker) {
+        std::thread::sleep(JOIN_DEADLINE + Duration::from_secs(1));
+    }
     let host = CpuDevice::new("host", 1, 64 << 20)?;
     let disk = description.folder.join("disk");
     std::fs::create_dir_all(&disk)?;

@@ -32,9 +32,10 @@ fn main() {
         return worker::run(&arguments[2], arguments.get(3));
     }
     let only = std::env::var("SHOAL_ONLY").ok();
-    let scenarios: [(&str, fn()); 12] = [
+    let scenarios: [(&str, fn()); 13] = [
         ("uninterrupted", uninterrupted),
         ("joined", joined),
+        ("late", late),
         ("killed", killed),
         ("killed_while_moving", killed_while_moving),
         ("frozen", frozen),
@@ -84,6 +85,7 @@ impl Course {
             paced_us: 1_000,
             lr: LR,
             slow: None,
+            late: None,
         });
         Course { fleet: Fleet::new(description, workers, shape, checkpoint_every), _folder: folder }
     }
@@ -140,6 +142,16 @@ fn joined() {
         assert_eq!((restored(&fleet), done_again(&fleet)), (0, 0));
         assert!(started(&fleet) >= 2, "the newcomer changed nothing");
     }
+}
+
+/// A newcomer that takes its time before it can take any state: the others wait for it.
+fn late() {
+    let late = Some("w2".to_owned());
+    let mut course = Course::of(2, 0, 1_000, |usual| Description { late, ..usual });
+    course.fleet.until_step(8);
+    course.fleet.add("w2");
+    let fleet = course.check();
+    assert_eq!((restored(&fleet), done_again(&fleet), started(&fleet)), (0, 0, 2));
 }
 
 struct Dice(u64);

@@ -100,7 +100,7 @@ pub fn run(name: &str, identity: Option<&String>) {
         network: shoal_net::Settings {
             deadline: Duration::from_secs(2),
             message_deadline: Duration::from_secs(30),
-            join_deadline: Duration::from_secs(6),
+            join_deadline: job::JOIN_DEADLINE,
             ..shoal_net::Settings::default()
         },
     });

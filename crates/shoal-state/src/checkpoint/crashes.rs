@@ -81,11 +81,11 @@ fn save<'a>(state: &'a State, id: u64, draw: &mut Draw) -> Vec<Task<'a>> {
         .collect();
     for (tensor, (_, _, _, values)) in state.tensors.iter().enumerate() {
         let cut = draw.below(values.len() as u64 + 1) as usize;
-        let pieces = if cut == 0 || cut == values.len() {
-            vec![0..values.len()]
-        } else {
-            vec![0..cut, cut..values.len()]
-        };
+        let mut pieces = vec![0..cut, cut..values.len()];
+        // One of the two where the other is nothing, of an empty tensor as well.
+        if cut == 0 || cut == values.len() {
+            pieces.remove(usize::from(cut > 0));
+        }
         for piece in pieces {
             tasks[draw.below(of as u64) as usize].ranges[tensor].push(piece);
         }

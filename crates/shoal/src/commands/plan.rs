@@ -135,7 +135,7 @@ fn survival_text(survives: usize, asked: Survive, machines: usize) -> String {
     let lost = "goes back to the last checkpoint";
     match (survives, asked) {
         (0, Survive::Exactly(_)) => {
-            format!("losses: no mirrors are asked for; a machine that is lost {lost}")
+            format!("losses: no mirrors are asked for; if a machine is lost, the run {lost}")
         }
         (0, _) if machines < 2 => {
             format!("losses: one machine has nobody to mirror its state; if it is lost, the run {lost}")
