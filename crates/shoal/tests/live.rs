@@ -27,7 +27,7 @@ fn join(folder: &Folder, url: &str, name: &str) -> Running {
     let token = folder.shoal(&["token", "--json"]).succeeds().json();
     let token = token["token"].as_str().unwrap();
     let size = ["--memory", "256MiB", "--host-memory", "256MiB", "--threads", "1", "--device", "cpu"];
-    let mut arguments = vec!["join", url, "--token", token, "--name", name, "--machine", name];
+    let mut arguments = vec!["join", url, "--token", token, "--name", name];
     arguments.extend(size);
     folder.start(&arguments)
 }

@@ -17,6 +17,9 @@ const WITHIN_MACHINE: &str = "4 GB/s";
 /// Between machines, where a worker does not say.
 const NETWORK: &str = "10 Gbit/s";
 
+/// The pace of a worker that was not seen to be off, in percent.
+const USUAL: u32 = 100;
+
 /// Workers as the devices of a fleet.
 pub struct Members {
     pub fleet: Fleet,
@@ -46,24 +49,51 @@ impl Members {
             let hint = "change train.precision, or add a worker that does";
             return Err(CliError::said(format!("no worker computes in {precision}"), hint));
         }
-        let nodes = machines.iter().map(|(name, members)| Value::Table(node(name, members))).collect();
+        let network = if machines.len() == 1 { WITHIN_MACHINE } else { NETWORK };
+        if machines.len() == 1 {
+            // There is no other machine to keep mirrors on. They are still worth keeping on other workers of this one: a
+            // process may die alone.
+            let all: Vec<(&Candidate, About)> = machines.into_values().flatten().collect();
+            machines = all.into_iter().map(|member| (member.0.name.clone(), vec![member])).collect();
+        }
+        let nodes =
+            machines.iter().map(|(name, members)| Value::Table(node(name, members, network))).collect();
         let text = Table::from_iter([("node".to_owned(), Value::Array(nodes))]);
         let mut fleet = Fleet::parse(&text.to_string(), "the fleet that has joined")?;
-        let all: Vec<&Candidate> = machines.values().flatten().map(|(candidate, _)| *candidate).collect();
-        for (device, candidate) in fleet.devices.iter_mut().zip(&all) {
+        let all: Vec<&(&Candidate, About)> = machines.values().flatten().collect();
+        for (device, (candidate, _)) in fleet.devices.iter_mut().zip(&all) {
             device.name = device_name(candidate.worker);
         }
-        let workers = all.iter().map(|candidate| candidate.worker).collect();
-        let pace_percent = all.iter().map(|candidate| candidate.pace_percent).collect();
-        Ok(Members { fleet, workers, pace_percent })
+        let workers = all.iter().map(|(candidate, _)| candidate.worker).collect();
+        let paces: Vec<(&str, u32)> = all
+            .iter()
+            .map(|(candidate, about)| (about.device.kind.as_str(), candidate.pace_percent))
+            .collect();
+        Ok(Members { fleet, workers, pace_percent: expected(&paces) })
     }
+}
+
+/// What workers' own work is expected to take, in percent of what was predicted, by their kinds and what they were seen to
+/// take. One that was never seen to be off is taken for the middle one of its kind that was: a newcomer would otherwise
+/// seem faster than all who have worked.
+fn expected(paces: &[(&str, u32)]) -> Vec<u32> {
+    let of = |(kind, pace): &(&str, u32)| {
+        let mut alike: Vec<u32> =
+            paces.iter().filter(|other| other.0 == *kind && other.1 != USUAL).map(|other| other.1).collect();
+        alike.sort_unstable();
+        match alike.get(alike.len() / 2) {
+            Some(middle) if *pace == USUAL => *middle,
+            _ => *pace,
+        }
+    };
+    paces.iter().map(of).collect()
 }
 
 fn bytes(count: u64) -> Value {
     Value::String(format!("{count} B"))
 }
 
-fn node(name: &str, members: &[(&Candidate, About)]) -> Table {
+fn node(name: &str, members: &[(&Candidate, About)], usual_network: &str) -> Table {
     // A processor's memory is its host's, and both count.
     let host = |about: &About| match about.device.kind == catalogue::CPU {
         true => about.host_memory_bytes.saturating_add(memory_bytes(about)),
@@ -77,7 +107,7 @@ fn node(name: &str, members: &[(&Candidate, About)]) -> Table {
     node.insert("device_link".into(), WITHIN_MACHINE.into());
     let network = members.iter().find_map(|(_, about)| about.network);
     match network {
-        None => drop(node.insert("network".into(), NETWORK.into())),
+        None => drop(node.insert("network".into(), usual_network.into())),
         Some((rate, latency)) => {
             node.insert("network".into(), format!("{rate} B/s").into());
             node.insert("latency".into(), format!("{latency} s").into());
@@ -107,4 +137,15 @@ fn device(about: &About) -> Table {
     device.insert("price".into(), about.dollars_per_hour.into());
     device.insert("spot".into(), about.spot.into());
     device
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_newcomer_is_taken_for_one_of_its_kind() {
+        let paces = [("CPU", 1500), ("CPU", 100), ("T4", 100), ("CPU", 1200), ("CPU", 1300), ("V100", 300)];
+        assert_eq!(expected(&paces), [1500, 1300, 100, 1200, 1300, 300]);
+    }
 }
