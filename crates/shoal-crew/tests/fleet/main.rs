@@ -22,7 +22,7 @@ use shoal_control::controller::state::{Phase, Rest, Wish};
 const TOLERANCE: f64 = 1e-5;
 const STEPS: u64 = 60;
 const LR: f64 = 3e-3;
-const SEEDS: u64 = 10;
+const SEEDS: u64 = 4;
 /// A device's memory, where nothing is said: enough for two plans' shares.
 const DEVICE_BYTES: u64 = 32 << 20;
 
@@ -200,7 +200,7 @@ fn killed() {
 
 /// A newcomer's plan is on its way when one of those concerned is killed.
 fn killed_while_moving() {
-    for seed in 0..6 {
+    for seed in 0..number("SHOAL_SEEDS", SEEDS) {
         let mut dice = Dice(100 + seed);
         let mut course = Course::new(3, seed, 1_000, DEVICE_BYTES);
         let fleet = &mut course.fleet;
