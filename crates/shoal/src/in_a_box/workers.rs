@@ -24,6 +24,8 @@ struct Worker {
     orders: Option<ChildStdin>,
     log: PathBuf,
     ended: Option<bool>,
+    /// The lab ended it: it had frozen.
+    is_put_down: bool,
 }
 
 /// What a worker said, or that it says nothing more.
@@ -68,7 +70,7 @@ impl Workers {
             let mut child = command.spawn().map_err(CliError::at(&program))?;
             let (orders, answers) = (child.stdin.take(), child.stdout.take());
             let name = assignment.plan.devices[rank].name.clone();
-            workers.all.push(Worker { name, child, orders, log, ended: None });
+            workers.all.push(Worker { name, child, orders, log, ended: None, is_put_down: false });
             let say = say.clone();
             std::thread::spawn(move || {
                 for line in answers.into_iter().flat_map(|answers| BufReader::new(answers).lines()) {
@@ -156,6 +158,7 @@ impl Workers {
                 for worker in self.all.iter_mut().filter(|worker| worker.ended.is_none()) {
                     // It may be ending right now.
                     let _ = worker.child.kill();
+                    worker.is_put_down = true;
                 }
             }
             if !told && stops() {
@@ -176,14 +179,16 @@ impl Workers {
             let line = |start: &str| log.lines().find_map(|line| line.strip_prefix(start).map(str::to_owned));
             (line("error: "), line("hint: "))
         };
-        let failed = self.all.iter().filter(|worker| worker.ended == Some(false));
+        let failed = || self.all.iter().filter(|worker| worker.ended == Some(false));
         // One that was stopped by another's failure names that one: whoever has a reason of its own tells it.
-        let own = failed.into_iter().find(|worker| {
+        let own = failed().find(|worker| {
             said(worker)
                 .0
                 .is_some_and(|error| !error.contains("stopped the work") && !error.contains(" is lost"))
         });
-        let worker = own.unwrap_or(&self.all[first]);
+        // One that was killed says nothing, and whoever it left may have been heard of first.
+        let killed = || failed().find(|worker| !worker.is_put_down && said(worker).0.is_none());
+        let worker = own.or_else(killed).unwrap_or(&self.all[first]);
         let (error, hint) = said(worker);
         let what = error.unwrap_or_else(|| "it ended without a word".to_owned());
         let hint = hint.unwrap_or_else(|| format!("see {}", worker.log.display()));
