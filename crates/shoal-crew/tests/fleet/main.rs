@@ -230,7 +230,7 @@ fn frozen() {
         course.fleet.freeze(&victim, true);
         let gone = victim.clone();
         course.fleet.until("a plan without it", |fleet| !fleet.members().contains(&gone));
-        let step = course.fleet.job().committed + 3;
+        let step = (course.fleet.job().committed + 3).min(STEPS);
         course.fleet.until_step(step);
         course.fleet.freeze(&victim, false);
         course.fleet.until("its return", |fleet| fleet.lives(&gone) == 2);
@@ -252,7 +252,7 @@ fn two_at_once() {
     for shape in 0..3 {
         let mut course = Course::new(4, shape, 10, DEVICE_BYTES);
         course.fleet.until("a checkpoint", |fleet| !fleet.job().checkpoints.is_empty());
-        let step = course.fleet.job().committed + 3;
+        let step = (course.fleet.job().committed + 3).min(STEPS);
         course.fleet.until_step(step);
         let members = course.fleet.members();
         members[..2].iter().for_each(|name| course.fleet.kill(name));
