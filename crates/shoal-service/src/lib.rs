@@ -9,7 +9,7 @@
 //! - [`driver`]: the thread that owns the controller; [`planning`], the threads that plan for it.
 //! - [`history`], [`books`], [`view`], [`metrics`]: what people ask for.
 //!
-//! The worker's side: [`membership`], how it joins; [`agent`], the thread that owns its state machine; [`uplink`], its
+//! The worker's side: [`membership`], how it joins; [`worker_driver`], the thread that owns its state machine; [`uplink`], its
 //! connection; [`notice`], how clouds say that a machine will be taken away.
 //!
 //! The command's side: [`access`] and [`client`].
@@ -22,7 +22,6 @@
 //! name, and it speaks for nobody else.
 
 pub mod access;
-pub mod agent;
 pub mod api;
 pub mod books;
 pub mod channel;
@@ -47,6 +46,7 @@ pub mod token;
 pub mod uplink;
 pub mod view;
 pub mod wire;
+pub mod worker_driver;
 
 pub use error::{Error, Refusal, Result};
 

@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use time::OffsetDateTime;
 
-use crate::agent::Happening;
 use crate::clock::unix_ms;
 use crate::http::{Answer, Call, Failure, Target, block_on, exchange};
+use crate::worker_driver::Happening;
 
 pub use aws::Aws;
 pub use azure::Azure;

@@ -14,11 +14,11 @@ use tokio_tungstenite::tungstenite::protocol::WebSocketConfig;
 use tokio_tungstenite::tungstenite::{Error as SocketError, Message};
 use tokio_tungstenite::{WebSocketStream, client_async_with_config};
 
-use crate::agent::Happening;
 use crate::api::{WORKER_HEADER, refusal_of};
 use crate::error::{Error, Result};
 use crate::http::{Failure, Stream, Target, open};
 use crate::wire::{self, DOWN_BYTES_MAX, Down, Up};
+use crate::worker_driver::Happening;
 
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);

@@ -5,11 +5,11 @@ mod common;
 use common::*;
 use shoal_control::controller::record::Record;
 use shoal_control::message::{Price, Report, ToController, WorkerId};
-use shoal_service::agent::{Happening, Notable};
 use shoal_service::client::Client;
 use shoal_service::server::Controller;
 use shoal_service::uplink::Uplink;
 use shoal_service::wire::Up;
+use shoal_service::worker_driver::{Happening, Notable};
 use shoal_service::{Error, membership, tls};
 
 fn state(client: &Client, job: u64) -> String {

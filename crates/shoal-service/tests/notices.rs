@@ -4,9 +4,9 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::sync::{Arc, Mutex};
 
-use shoal_service::agent::Happening;
 use shoal_service::http::Target;
 use shoal_service::notice::{Cloud, Notice, watch};
+use shoal_service::worker_driver::Happening;
 
 /// What was asked: verb, path, headers in small letters.
 type Asked = (String, String, String);

@@ -1,6 +1,8 @@
 //! Checkpoints as a run uses them: save, list, resume from the newest that is whole, remove the old. Any
 //! byte that changes on the disk is noticed.
 
+mod common;
+
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -11,13 +13,8 @@ use tempfile::TempDir;
 
 fn header(step: u64) -> Header {
     Header {
-        job: "0123abcd".to_owned(),
-        step,
-        position: 32 * step,
-        seed: 7,
-        rng: "philox".to_owned(),
-        plan: "one device".to_owned(),
         extra: BTreeMap::from([("schedule".to_owned(), serde_json::json!({"warmup": 100, "final": 0.1}))]),
+        ..common::header(step)
     }
 }
 

@@ -1,27 +1,16 @@
 //! Checkpoints in an object store, tried against a server here that speaks enough of S3's protocol and believes nobody:
 //! every request's signature is worked out again from the credentials it knows.
 
+mod common;
 mod s3;
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::path::Path;
 
+use common::header;
 use s3::{ACCESS_KEY, SECRET_KEY, Server};
 use shoal_state::Error;
-use shoal_state::checkpoint::{Checkpoint, Header, Location, Slice, Store};
-
-fn header(step: u64) -> Header {
-    Header {
-        job: "0123abcd".to_owned(),
-        step,
-        position: 32 * step,
-        seed: 7,
-        rng: "philox".to_owned(),
-        plan: "two devices".to_owned(),
-        extra: BTreeMap::new(),
-    }
-}
+use shoal_state::checkpoint::{Checkpoint, Location, Slice, Store};
 
 /// Elements of the one tensor: twelve mebibytes, so that a part is uploaded in pieces.
 const ELEMENTS: usize = 3 << 20;

@@ -1,6 +1,8 @@
 //! Checkpoints of several parts: writers that know nothing of each other, readers that want other slices than were
 //! written, saves that must not mix, and folders as earlier versions left them.
 
+mod common;
+
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,15 +18,7 @@ const TENSORS: [(&str, [usize; 2]); 3] = [("a", [7, 9]), ("b", [1, 5]), ("c", [0
 const ROLES: [&str; 2] = ["first_moment", "parameter"];
 
 fn header(step: u64) -> Header {
-    Header {
-        job: "0123abcd".to_owned(),
-        step,
-        position: 32 * step,
-        seed: 7,
-        rng: "philox".to_owned(),
-        plan: "four devices".to_owned(),
-        extra: BTreeMap::from([("loss_scale".to_owned(), 0.5.into())]),
-    }
+    Header { extra: BTreeMap::from([("loss_scale".to_owned(), 0.5.into())]), ..common::header(step) }
 }
 
 /// What element `index` of a tensor is in a save of which `seed` tells the others apart.

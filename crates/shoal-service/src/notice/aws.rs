@@ -1,4 +1,4 @@
-//! EC2's instance metadata, version 2: a session's token first, then the spot instance action, which is not there until the
+//! EC2's instance metadata, version 2: a token first, then the spot instance action, which is not there until the
 //! instance is to be stopped, hibernated or terminated, two minutes ahead. Its documentation says to ask every five seconds.
 
 use std::time::Duration;

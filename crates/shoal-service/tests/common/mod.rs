@@ -18,13 +18,13 @@ use shoal_control::message::{Checkpoint, Epoch, JobId, Plan, Price, Saved, Spent
 use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_plan::{Closing, Standing};
 use shoal_service::Complaints;
-use shoal_service::agent::{Agent, Engine, Happening, Lease, Notable};
 use shoal_service::client::Client;
 use shoal_service::http::{Answer, Call, Target, block_on, exchange};
 use shoal_service::membership::Membership;
 use shoal_service::planning::{Planner, Question};
 use shoal_service::server::{Controller, Options};
 use shoal_service::wire::StepLine;
+use shoal_service::worker_driver::{Engine, Happening, Lease, Notable, WorkerDriver};
 
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -156,13 +156,13 @@ impl TestWorker {
 
     pub fn of(membership: Membership) -> TestWorker {
         let name = membership.name.clone();
-        let agent = Agent::new(membership, "{\"toy\":true}".into(), Price::default());
-        let happenings = agent.sender();
-        let mut engine = Toy { happenings: happenings.clone(), lease: agent.lease(), runs: BTreeMap::new() };
+        let driver = WorkerDriver::new(membership, "{\"toy\":true}".into(), Price::default());
+        let happenings = driver.sender();
+        let mut engine = Toy { happenings: happenings.clone(), lease: driver.lease(), runs: BTreeMap::new() };
         let shown: Arc<Mutex<Vec<Notable>>> = Arc::default();
         let show = shown.clone();
         let run =
-            move || agent.run(&mut engine, &mut |notable| show.lock().expect("not poisoned").push(notable));
+            move || driver.run(&mut engine, &mut |notable| show.lock().expect("not poisoned").push(notable));
         let thread = Some(std::thread::spawn(run));
         TestWorker { name, happenings, shown, thread }
     }

@@ -11,11 +11,11 @@ use shoal_control::message::Price;
 use shoal_crew::{Crew, Setup};
 use shoal_net::{Guard, Reception, Settings};
 use shoal_service::access::state_folder;
-use shoal_service::agent::{Agent, Happening, Notable};
 use shoal_service::http::Target;
 use shoal_service::membership::Membership;
 use shoal_service::notice::{self, Cloud};
 use shoal_service::token::JoinToken;
+use shoal_service::worker_driver::{Happening, Notable, WorkerDriver};
 
 use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
@@ -106,15 +106,15 @@ pub fn run(options: Options) -> Result {
     eprintln!("{name}: {}, reached at {}", given.device.describe(), reception.address());
 
     let price = Price((options.price.max(0.0) * 1e6) as u64);
-    let agent = Agent::new(membership, about.text(), price);
-    let lease = agent.lease();
+    let driver = WorkerDriver::new(membership, about.text(), price);
+    let lease = driver.lease();
     let may_run = Arc::new(move || lease.may_run());
     let setup = Setup { about, reception, assemble: given.assembler(), may_run, network: PEERS };
     let (crew, outlets) = Crew::new(setup);
-    pass_on(outlets, agent.sender());
-    watch_cloud(&options, &agent)?;
-    leave_on_signals(&agent, options.grace)?;
-    Ok(agent.run(&mut Hired(crew), &mut |notable| show(&name, &notable))?)
+    pass_on(outlets, driver.sender());
+    watch_cloud(&options, &driver)?;
+    leave_on_signals(&driver, options.grace)?;
+    Ok(driver.run(&mut Hired(crew), &mut |notable| show(&name, &notable))?)
 }
 
 fn show(name: &str, notable: &Notable) {
@@ -141,8 +141,8 @@ fn given(options: &Options, folder: &std::path::Path) -> Result<Given> {
 }
 
 /// The first signal is a notice; the second ends the process at once.
-fn leave_on_signals(agent: &Agent, grace_seconds: u64) -> Result {
-    let (happenings, told) = (agent.sender(), AtomicBool::new(false));
+fn leave_on_signals(driver: &WorkerDriver, grace_seconds: u64) -> Result {
+    let (happenings, told) = (driver.sender(), AtomicBool::new(false));
     let handler = move || {
         if told.swap(true, Ordering::Relaxed) {
             std::process::exit(130);
@@ -156,7 +156,7 @@ fn leave_on_signals(agent: &Agent, grace_seconds: u64) -> Result {
     })
 }
 
-fn watch_cloud(options: &Options, agent: &Agent) -> Result {
+fn watch_cloud(options: &Options, driver: &WorkerDriver) -> Result {
     let cloud = match options.cloud {
         CloudChoice::Auto => Cloud::here(),
         CloudChoice::None => None,
@@ -167,7 +167,7 @@ fn watch_cloud(options: &Options, agent: &Agent) -> Result {
     let metadata: Option<Target> = options.metadata.as_deref().map(str::parse).transpose()?;
     if let Some(cloud) = cloud {
         let complaints = Arc::new(|what: &str| eprintln!("warning: {what}"));
-        notice::watch(cloud.notices(metadata), agent.sender(), complaints);
+        notice::watch(cloud.notices(metadata), driver.sender(), complaints);
     }
     Ok(())
 }

@@ -16,8 +16,8 @@ use shoal_engine::{EngineError, Tiers};
 use shoal_fleet::catalogue;
 use shoal_kernels::CpuDevice;
 use shoal_model::Chain;
-use shoal_service::agent::{Engine, Happening};
 use shoal_service::wire::StepLine;
+use shoal_service::worker_driver::{Engine, Happening};
 use shoal_state::checkpoint::Store;
 
 use super::description::Description;

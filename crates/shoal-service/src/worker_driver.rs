@@ -70,7 +70,7 @@ impl Lease {
     }
 }
 
-/// What the agent tells whoever shows it.
+/// What whoever shows it is told.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notable {
     Connected,
@@ -78,7 +78,7 @@ pub enum Notable {
     Leaving { in_ms: u64, why: String },
 }
 
-pub struct Agent {
+pub struct WorkerDriver {
     membership: Membership,
     /// What this worker says of itself.
     about: String,
@@ -87,9 +87,9 @@ pub struct Agent {
     lease: Arc<Lease>,
 }
 
-impl Agent {
-    pub fn new(membership: Membership, about: String, price: Price) -> Agent {
-        Agent { membership, about, price, happenings: channel(), lease: Arc::default() }
+impl WorkerDriver {
+    pub fn new(membership: Membership, about: String, price: Price) -> WorkerDriver {
+        WorkerDriver { membership, about, price, happenings: channel(), lease: Arc::default() }
     }
 
     /// By which engines, pollers and signals tell it what happens.
@@ -107,7 +107,7 @@ impl Agent {
 
     /// Until the controller has released it after a notice, the notice's time is over, or it is told to quit.
     pub fn run(self, engine: &mut dyn Engine, show: &mut dyn FnMut(Notable)) -> Result {
-        let Agent { membership, about, price, happenings: (sender, receiver), lease } = self;
+        let WorkerDriver { membership, about, price, happenings: (sender, receiver), lease } = self;
         let tls = tls::member(&membership.identity)?;
         let uplink = Uplink::start(membership.target.clone(), tls, membership.name.clone(), sender)?;
         let mut duty = Duty {
