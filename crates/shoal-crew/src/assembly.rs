@@ -10,6 +10,8 @@ use shoal_nn::{OptimizerSettings, Schedule};
 use shoal_plan::{Plan, Program};
 use shoal_state::checkpoint::Store;
 
+use crate::held_out::HeldOut;
+
 /// Sets a tensor's parameters as they are before the first step.
 pub type Initial = Box<dyn FnMut(&TensorSpec, &mut [f32]) -> shoal_engine::error::Result + Send>;
 
@@ -24,6 +26,7 @@ pub type Assembler =
 pub struct Assembled {
     pub chain: Chain,
     pub data: Dataset,
+    pub held_out: Option<HeldOut>,
     pub shuffle: bool,
     pub seed: u64,
     /// Of the whole job: the schedule goes by it.

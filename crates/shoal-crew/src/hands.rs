@@ -11,6 +11,7 @@ use std::time::Duration;
 use shoal_control::message::{Epoch, Installation, JobId, Obstacle, Save};
 use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_data::Order;
+use shoal_engine::metrics::StepRecord;
 use shoal_engine::stepping::Terms;
 use shoal_plan::Closing;
 
@@ -36,6 +37,8 @@ pub(crate) struct Hands {
     /// Why steps cannot be done here, or by anyone. Another plan would not help, so none is installed until the job is let
     /// go of.
     pub(crate) failed: Option<Obstacle>,
+    /// The last step's record, if its held-out loss was due and could not be measured.
+    pub(crate) unmeasured: Option<StepRecord>,
     /// What is to be saved when its step is there.
     pub(crate) wanted: Option<(Epoch, Save)>,
     pub(crate) saving: Option<Saving>,
@@ -57,6 +60,7 @@ impl Hands {
             description: String::new(),
             shares: BTreeMap::new(),
             failed: None,
+            unmeasured: None,
             wanted: None,
             saving: None,
         }
@@ -148,7 +152,7 @@ impl Hands {
             Ok(standing) => {
                 let order = order_of(assembled);
                 let record = share.complete_by(&assembled.chain, &terms_of(assembled, &order), &closing);
-                self.crewed.tell_step(self.job, epoch, record);
+                self.tell_record(epoch, record);
                 self.tell(EngineEvent::Settled { epoch, standing });
                 self.save_if_there();
             }

@@ -14,6 +14,7 @@ use crate::assembly::Assembled;
 use crate::brake::Brake;
 use crate::error::{CrewError, Result, lacks_room};
 use crate::hands::Hands;
+use crate::held_out::Programs;
 use crate::peers::{Peers, Purpose, own_id};
 use crate::save::save_number;
 use crate::share::{Body, Share};
@@ -90,6 +91,7 @@ impl Hands {
             peers,
             abouts: installation.abouts.clone(),
             program,
+            evaluation: Programs::new(),
             work_ms,
             predicted_ms: installation.plan.step_ms,
             step: installation.source.step(),

@@ -17,6 +17,7 @@
 //! - `install`: how a share comes to be: fresh, from a checkpoint, or from those who have it.
 //! - `transfer`: state from peers, as the difference of two tables.
 //! - `run`: step after step, until told otherwise or a peer fails.
+//! - [`held_out`]: what samples that nothing learns from come to, between steps.
 //! - `save`: this worker's part of a checkpoint.
 //! - `peers`: who they are and where they are reached.
 //! - `brake`: how what is under way is stopped from outside.
@@ -34,6 +35,7 @@ pub mod assembly;
 mod brake;
 pub mod error;
 mod hands;
+pub mod held_out;
 mod install;
 mod peers;
 mod run;

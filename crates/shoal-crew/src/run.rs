@@ -116,6 +116,7 @@ impl Hands {
         let layout = Layout::new(&plan, &chain);
         let layout = is_shared(&layout, &self.shares[&epoch].program).then_some(&layout);
         let order = order_of(self.assembled()?);
+        self.make_up(epoch)?;
         loop {
             self.save_if_there();
             let assembled = self.assembled.as_ref().ok_or(CrewError::Stopped)?;
@@ -135,14 +136,17 @@ impl Hands {
             let outcome = terms.train(executor, work, step, loss_scale)?;
             let traced = executor.take_traced();
             let standing = executor.standing()?;
-            let record = share.complete(&terms, &outcome);
+            let mut record = share.complete(&terms, &outcome);
             let own = timed.then(|| OwnWork::of(&program, &traced));
             if let Some(own) = &own {
                 own.add_to(&mut share.spent, every);
             }
             let pace = own.zip(share.work_ms).map(|(own, work_ms)| (step, percent(own.total_ms(), work_ms)));
             let spent = share.spent;
-            self.crewed.tell_step(self.job, epoch, Some(record));
+            // Before anyone hears of the step, so that its line is whole when it counts.
+            let measured = self.measure(epoch, &mut record);
+            self.tell_record(epoch, Some(record));
+            measured?;
             self.tell(EngineEvent::Moved { epoch, standing, pace, spent });
             self.look(epoch, bounds, brake, later);
         }
@@ -176,7 +180,7 @@ impl Hands {
         {
             let order = order_of(assembled);
             let record = share.complete_by(&assembled.chain, &terms_of(assembled, &order), &closing);
-            self.crewed.tell_step(self.job, epoch, record);
+            self.tell_record(epoch, record);
         }
         Ok(standing)
     }

@@ -18,6 +18,7 @@ use shoal_model::Chain;
 use shoal_plan::{Closing, Plan, Program, Slice};
 
 use crate::error::{CrewError, Result};
+use crate::held_out::Programs;
 use crate::peers::Peers;
 
 /// A plan's state here.
@@ -29,6 +30,8 @@ pub struct Share {
     pub peers: Peers,
     pub abouts: BTreeMap<WorkerId, String>,
     pub program: Arc<Program>,
+    /// Made when they are first needed.
+    pub evaluation: Programs,
     /// What own work in a step is predicted to take.
     pub work_ms: Option<f64>,
     pub predicted_ms: u64,

@@ -49,6 +49,9 @@ pub struct Fleet {
     say: Sender<(String, Said)>,
     /// Losses by step and the epoch it was done in.
     pub losses: BTreeMap<u64, BTreeMap<Epoch, f64>>,
+    /// Held-out losses that were told after a step, and steps that were told of without.
+    pub held_out: BTreeMap<u64, Vec<f64>>,
+    pub unmeasured: BTreeSet<u64>,
     pub changes: Vec<Change>,
     pub notices: Vec<String>,
     paces: BTreeMap<WorkerId, u32>,
@@ -72,6 +75,8 @@ impl Fleet {
             said,
             say,
             losses: BTreeMap::new(),
+            held_out: BTreeMap::new(),
+            unmeasured: BTreeSet::new(),
             changes: Vec::new(),
             notices: Vec::new(),
             paces: BTreeMap::new(),
@@ -275,8 +280,12 @@ impl Fleet {
     pub fn pass(&mut self) {
         match self.said.recv_timeout(Duration::from_millis(20)) {
             Ok((_, Said::Message(message))) => self.step(Event::Message(message)),
-            Ok((_, Said::Step { epoch, step, loss, .. })) => {
+            Ok((_, Said::Step { epoch, step, loss, held_out, .. })) => {
                 self.losses.entry(step).or_default().insert(epoch, loss);
+                match held_out {
+                    Some(held_out) => self.held_out.entry(step).or_default().push(held_out),
+                    None => drop(self.unmeasured.insert(step)),
+                }
             }
             Ok((name, Said::Notice { sentence, fatal })) => {
                 self.notices.push(format!("{name}: {sentence}"));

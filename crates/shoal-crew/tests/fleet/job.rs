@@ -1,15 +1,19 @@
 //! The job that the fleet trains: a tiny transformer on text that is made up. Also the same on one device, uninterrupted,
 //! which is what the fleet's curve is held to.
 
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use shoal_crew::assembly::{Assembled, Paced};
-use shoal_data::{Dataset, DatasetSpec, Order, Tokenizer};
+use shoal_crew::held_out::HeldOut;
+use shoal_data::{Dataset, DatasetSpec, Inputs, Order, Tokenizer};
+use shoal_engine::executor::Batch;
 use shoal_engine::stepping::{Terms, Work};
-use shoal_engine::{Executor, ModelState, Replay, Tiers};
+use shoal_engine::{Executor, ModelState, Replay, StepInput, Tiers};
 use shoal_kernels::{CpuDevice, Device};
 use shoal_model::{Chain, Precision, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule, ScheduleKind, init};
@@ -23,6 +27,10 @@ pub const SEQUENCE: usize = 16;
 pub const JOIN_DEADLINE: Duration = Duration::from_secs(6);
 const VOCABULARY: usize = 256;
 const SEED: u64 = 11;
+const TEXT: &str = "text.txt";
+const HELD_OUT: &str = "held-out.txt";
+/// Enough of them that a worker can be killed in their midst.
+const HELD_OUT_BATCHES: usize = 100;
 
 /// What the controller is given, and engines read.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -34,6 +42,8 @@ pub struct Description {
     /// What each forward and backward of a micro-batch is made to last.
     pub paced_us: u64,
     pub lr: f64,
+    /// After how many steps held-out loss is measured, if it is.
+    pub eval_every: Option<u64>,
     /// A worker whose work lasts so many times as long as it should.
     pub slow: Option<(String, u32)>,
     /// One that takes longer to get ready than peers wait for a connection.
@@ -55,7 +65,12 @@ impl Description {
             text += words[(number >> 33) as usize % words.len()];
             text.push(if (number >> 60) == 0 { '\n' } else { ' ' });
         }
-        std::fs::write(self.folder.join("text.txt"), text).expect("the folder can be written");
+        let write = |name: &str, text: &str| {
+            std::fs::write(self.folder.join(name), text).expect("the folder can be written");
+        };
+        // A number of samples that leaves the last batch smaller than the others.
+        write(HELD_OUT, &text[..SEQUENCE * (HELD_OUT_BATCHES * GLOBAL_BATCH + 3) + 1]);
+        write(TEXT, &text);
         Store::open(&self.folder.join("checkpoints")).expect("a store");
     }
 }
@@ -88,8 +103,8 @@ fn schedule() -> Schedule {
     Schedule { kind: ScheduleKind::Cosine, warmup: 5, final_share: 0.1 }
 }
 
-fn data(folder: &Path, cache: &str) -> Dataset {
-    let source = folder.join("text.txt");
+fn data(folder: &Path, name: &str, cache: &str) -> Dataset {
+    let source = folder.join(name);
     let spec = DatasetSpec::new(source, Arc::new(Tokenizer::Bytes), SEQUENCE, VOCABULARY, folder.join(cache));
     Dataset::open(&spec, &mut |_, _| {}).expect("the data opens")
 }
@@ -127,7 +142,10 @@ pub fn assemble(
     });
     Ok(Assembled {
         chain: chain(),
-        data: data(&description.folder, cache),
+        data: data(&description.folder, TEXT, cache),
+        held_out: description
+            .eval_every
+            .map(|every_steps| HeldOut { data: data(&description.folder, HELD_OUT, cache), every_steps }),
         shuffle: true,
         seed: SEED,
         steps: description.steps,
@@ -146,8 +164,8 @@ pub fn assemble(
     })
 }
 
-/// The losses of the job on one device that nothing interrupts.
-pub fn uninterrupted(description: &Description) -> Vec<f64> {
+/// The job on one device that nothing interrupts.
+pub fn uninterrupted(description: &Description) -> Curve {
     let (chain, optimizer, schedule) = (chain(), optimizer(description.lr), schedule());
     let device: Arc<dyn Device> = Arc::new(CpuDevice::new("cpu", 1, 64 << 20).expect("memory"));
     let mut state = ModelState::allocate(&*device, &chain, SEQUENCE, Precision::Fp32, Some(&optimizer))
@@ -160,7 +178,7 @@ pub fn uninterrupted(description: &Description) -> Vec<f64> {
     let plan = table(&chain, shape(), &offer("cpu"), 2, Activations::Keep, false);
     let program = compile(&plan, &chain, Purpose::Train).expect("it compiles").remove(0);
     let mut executor = Executor::new(device, chain, SEQUENCE, state).expect("an executor");
-    let data = data(&description.folder, "reference");
+    let (data, held_out) = (data(&description.folder, TEXT, "reference"), data(&description.folder, HELD_OUT, "reference"));
     let order = Order::new(data.len(), SEED, true);
     let terms = Terms {
         steps: description.steps,
@@ -171,8 +189,45 @@ pub fn uninterrupted(description: &Description) -> Vec<f64> {
         order: &order,
     };
     let work = Work { plan: &plan, program: &program, layout: None };
-    let mut step = |step| terms.train(&mut executor, work, step, None).expect("a step").loss();
-    (0..description.steps).map(&mut step).collect()
+    let mut course = Curve::default();
+    for step in 0..description.steps {
+        course.losses.push(terms.train(&mut executor, work, step, None).expect("a step").loss());
+        let done = step + 1;
+        if description.eval_every.is_some_and(|every| done.is_multiple_of(every) || done == description.steps) {
+            course.held_out.insert(done, evaluate(&mut executor, &held_out, done));
+        }
+    }
+    course
+}
+
+/// What one device's training comes to: each step's loss, and the held-out loss after those that measure it.
+#[derive(Default)]
+pub struct Curve {
+    pub losses: Vec<f64>,
+    pub held_out: BTreeMap<u64, f64>,
+}
+
+/// Some samples in their order, from the first of them on.
+struct Rows<'a>(&'a Dataset, u64);
+
+impl Batch for Rows<'_> {
+    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> shoal_engine::error::Result {
+        let places: Vec<(u64, u64)> = samples.map(|sample| (self.1 + sample as u64, 0)).collect();
+        Ok(self.0.read_all(&places, inputs, targets)?)
+    }
+}
+
+/// Sample by sample, so that no batches are alike to those of the fleet.
+fn evaluate(executor: &mut Executor, data: &Dataset, step: u64) -> f64 {
+    let shape = StepShape { global_batch: 1, ..shape() };
+    let plan = table(executor.chain(), shape, &offer("cpu"), 1, Activations::Keep, false);
+    let program = compile(&plan, executor.chain(), Purpose::Evaluate).expect("it compiles").remove(0);
+    let (mut loss, mut targets) = (0.0, 0);
+    for sample in 0..data.len() {
+        let outcome = executor.run(&program, &StepInput::evaluate(step, &Rows(data, sample))).expect("a loss");
+        (loss, targets) = (loss + outcome.loss_sum, targets + outcome.targets);
+    }
+    loss / targets as f64
 }
 
 pub fn offer(name: &str) -> DeviceOffer {

@@ -32,7 +32,7 @@ fn main() {
         return worker::run(&arguments[2], arguments.get(3));
     }
     let only = std::env::var("SHOAL_ONLY").ok();
-    let scenarios: [(&str, fn()); 13] = [
+    let scenarios: [(&str, fn()); 14] = [
         ("uninterrupted", uninterrupted),
         ("joined", joined),
         ("late", late),
@@ -46,6 +46,7 @@ fn main() {
         ("paused", paused),
         ("little_room", little_room),
         ("not_a_number", not_a_number),
+        ("held_out", held_out),
     ];
     for (name, scenario) in scenarios {
         if only.as_deref().is_none_or(|only| only == name) {
@@ -84,6 +85,7 @@ impl Course {
             device_bytes: DEVICE_BYTES,
             paced_us: 1_000,
             lr: LR,
+            eval_every: None,
             slow: None,
             late: None,
         });
@@ -100,15 +102,22 @@ impl Course {
         assert_eq!(job.committed, STEPS);
         assert_eq!(job.counted - job.undone, STEPS, "steps that count");
         let expected = job::uninterrupted(&fleet.description);
-        for (step, expected) in (1..).zip(&expected) {
+        for (step, expected) in (1..).zip(&expected.losses) {
             let losses = fleet.losses.get(&step).unwrap_or_else(|| panic!("nobody told of step {step}"));
-            for (epoch, loss) in losses {
-                let off = (loss - expected).abs() / expected.abs();
-                assert!(off <= TOLERANCE, "step {step} of {epoch:?}: {loss} for {expected}, {off:e} off");
-            }
+            losses.values().for_each(|loss| assert_near(*loss, *expected, step));
+        }
+        let measured: Vec<&u64> = fleet.held_out.keys().collect();
+        assert_eq!(measured, expected.held_out.keys().collect::<Vec<&u64>>(), "steps with a held-out loss");
+        for (step, expected) in &expected.held_out {
+            fleet.held_out[step].iter().for_each(|loss| assert_near(*loss, *expected, *step));
         }
         self.fleet
     }
+}
+
+fn assert_near(loss: f64, expected: f64, step: u64) {
+    let off = (loss - expected).abs() / expected.abs();
+    assert!(off <= TOLERANCE, "step {step}: {loss} for {expected}, {off:e} off");
 }
 
 fn restored(fleet: &Fleet) -> usize {
@@ -334,4 +343,30 @@ fn not_a_number() {
     let reason = fleet.job().failure.clone().unwrap_or_default();
     assert!(reason.contains("not a finite number"), "{reason}");
     assert!(fleet.ended().is_empty(), "workers stay for other jobs");
+}
+
+/// Held-out losses are those of one device, whatever the plan; and whoever is killed while they are measured costs no step.
+fn held_out() {
+    let every = 10;
+    let mut broken_off = 0;
+    for shape in 0..3 {
+        let mut course = Course::of(3, shape, 1_000, |usual| Description { eval_every: Some(every), ..usual });
+        for kill in 1..=3 {
+            let fleet = &mut course.fleet;
+            // The next step is the one that is measured, which takes longer than the step.
+            fleet.until("a step", |fleet| fleet.losses.contains_key(&(every * kill - 1)));
+            (0..6).for_each(|_| fleet.pass());
+            let victim = fleet.members().last().cloned();
+            if let Some(victim) = victim {
+                fleet.kill(&victim);
+                fleet.add(&format!("n{kill}"));
+            }
+        }
+        let fleet = course.check();
+        let job = fleet.job();
+        assert_eq!((job.undone, restored(&fleet)), (0, 0), "a death while nothing is trained costs no step");
+        broken_off += fleet.unmeasured.iter().filter(|step| step.is_multiple_of(every)).count();
+    }
+    assert!(broken_off > 0, "nobody was killed while held-out loss was measured");
+    println!("  {broken_off} of 9 deaths came while it was measured");
 }

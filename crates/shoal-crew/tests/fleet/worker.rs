@@ -34,7 +34,7 @@ pub enum Told {
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Said {
     Message(ToController),
-    Step { job: JobId, epoch: Epoch, step: u64, loss: f64 },
+    Step { job: JobId, epoch: Epoch, step: u64, loss: f64, held_out: Option<f64> },
     Notice { sentence: String, fatal: bool },
 }
 
@@ -116,8 +116,8 @@ pub fn run(name: &str, identity: Option<&String>) {
     });
     std::thread::spawn(move || {
         for done in outlets.steps {
-            let (step, loss) = (done.record.step, done.record.loss);
-            say(&Said::Step { job: done.job, epoch: done.epoch, step, loss });
+            let (step, loss, held_out) = (done.record.step, done.record.loss, done.record.eval_loss);
+            say(&Said::Step { job: done.job, epoch: done.epoch, step, loss, held_out });
         }
     });
     std::thread::spawn(move || {

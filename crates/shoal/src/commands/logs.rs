@@ -49,11 +49,13 @@ fn text(line: &Value) -> String {
     let part =
         |name: &str, value: Option<String>| value.map_or(String::new(), |value| format!("  {name}{value}"));
     format!(
-        "step {}{}{}{}{}",
+        "step {}{}{}{}{}{}{}",
         line["step"],
         part("loss ", number("loss").map(|loss| format!("{loss:.4}"))),
         part("norm ", number("grad_norm").map(|norm| format!("{norm:.3}"))),
         part("lr ", number("lr").map(|lr| format!("{lr:.2e}"))),
         part("", number("step_ms").map(|ms| format!("{ms:.1} ms"))),
+        part("held-out ", number("eval_loss").map(|loss| format!("{loss:.4}"))),
+        part("right ", number("eval_accuracy").map(|share| format!("{:.1} %", 100.0 * share))),
     )
 }

@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use shoal_engine::Interval;
 
 use crate::error::{CliError, Result};
 use crate::job::Job;
@@ -38,5 +39,23 @@ impl Description {
 
     pub fn job(&self) -> Result<Job> {
         Job::parse(&self.file, &self.text)
+    }
+
+    /// The same for a job that begins: what a fleet cannot do is refused.
+    pub fn new_job(&self) -> Result<Job> {
+        let job = self.job()?;
+        if let Some((_, Interval::Time(_))) = job.eval {
+            let hint = "write it in steps, \"200 steps\": members of a fleet go by steps, not by clocks";
+            return Err(CliError::said("eval.every is a time", hint));
+        }
+        Ok(job)
+    }
+}
+
+/// How often held-out loss is measured, by steps alone.
+pub fn eval_every_steps(job: &Job) -> u64 {
+    match job.eval {
+        Some((_, Interval::Steps(steps))) => steps,
+        _ => u64::MAX,
     }
 }

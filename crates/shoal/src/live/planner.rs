@@ -60,7 +60,7 @@ fn said(error: CliError) -> String {
 
 /// Reads a job and claims its run folder: two jobs' checkpoints must not meet.
 fn take(description: &str) -> Result {
-    let job = Description::parse(description)?.job()?;
+    let job = Description::parse(description)?.new_job()?;
     let folder = &job.run_folder;
     std::fs::create_dir_all(folder).map_err(CliError::at(folder))?;
     let store = Store::open_at(&job.checkpoints)?;

@@ -10,6 +10,7 @@ use shoal_control::message::JobId;
 use shoal_control::worker::EngineCommand;
 use shoal_crew::about::DeviceAbout;
 use shoal_crew::assembly::Initial;
+use shoal_crew::held_out::HeldOut;
 use shoal_crew::{About, Assembled, Assembler, Crew, Outlets, StepDone};
 use shoal_engine::identity::Identity;
 use shoal_engine::{EngineError, Tiers};
@@ -20,8 +21,8 @@ use shoal_service::wire::StepLine;
 use shoal_service::worker_driver::{Engine, Happening};
 use shoal_state::checkpoint::Store;
 
-use super::description::Description;
-use crate::assemble::{self, LocalDevice};
+use super::description::{Description, eval_every_steps};
+use crate::assemble::{self, JobData, LocalDevice};
 use crate::error::{CliError, Result};
 use crate::job::Job;
 use crate::machine;
@@ -86,7 +87,7 @@ impl Given {
         self.device.assert_takes(&job)?;
         // Each worker prepares its own: several on one machine do not write into each other's files.
         let own = self.folder.join("jobs").join(shoal_plan::table::short_hash(description.as_bytes()));
-        let data = assemble::open_data(&job, &own.join("data"), &mut |_, _| {})?.train;
+        let JobData { train: data, eval } = assemble::open_data(&job, &own.join("data"), &mut |_, _| {})?;
         let identity = identity(&job, &data.fingerprint())?;
         let threads = self.device.threads;
         let host_bytes = self.host_memory_bytes + CpuDevice::workspace_bytes(threads);
@@ -98,6 +99,7 @@ impl Given {
         let store = Store::open_existing_at(&job.checkpoints)?;
         Ok(Assembled {
             data,
+            held_out: eval.map(|data| HeldOut { data, every_steps: eval_every_steps(&job) }),
             shuffle: job.shuffle,
             seed: job.seed,
             steps: job.steps,

@@ -23,11 +23,8 @@ pub fn run(options: &Options, url: &str) -> Result {
         return Err(CliError::said("--stop-at and --program are for training on this machine", hint));
     }
     let description = Description::read(&options.job, &options.set)?;
-    let job = description.job()?;
+    let job = description.new_job()?;
     let client = reach::client(Some(url))?;
-    if job.eval.is_some() && !options.json {
-        eprintln!("note: held-out loss is not measured on a fleet yet");
-    }
     let number = client.submit(&spec(&job, &description, options))?;
     if options.detach {
         match options.json {
@@ -38,9 +35,10 @@ pub fn run(options: &Options, url: &str) -> Result {
     }
     detach_on_signals(number)?;
     let mut progress = Progress::new(job.steps, 0, options.json);
-    let mut loss = None;
+    let (mut loss, mut held_out) = (None, None);
     let mut show = |line: &Value| {
         loss = line["loss"].as_f64().or(loss);
+        held_out = line["eval_loss"].as_f64().or(held_out);
         if let Ok(record) = serde_json::from_value::<StepRecord>(line.clone()) {
             progress.event(&RunEvent::Step(record));
         }
@@ -58,7 +56,7 @@ pub fn run(options: &Options, url: &str) -> Result {
     };
     let view = follow(&client, number, 0, &mut show, &mut tell)?;
     progress.finish();
-    report(&view, loss, &job, options.json)
+    report(&view, loss, held_out, &job, options.json)
 }
 
 fn spec(job: &Job, description: &Description, options: &Options) -> JobSpec {
@@ -93,12 +91,19 @@ fn detach_on_signals(job: u64) -> Result {
     })
 }
 
-fn report(view: &JobView, loss: Option<f64>, job: &Job, json: bool) -> Result {
+fn report(
+    view: &JobView,
+    loss: Option<f64>,
+    held_out: Option<f64>,
+    job: &Job,
+    json: bool,
+) -> Result {
     let folder = job.run_folder.display();
     if json {
-        println!("{}", json!({ "job": view, "loss": loss, "run": job.run_folder }));
+        println!("{}", json!({ "job": view, "loss": loss, "eval_loss": held_out, "run": job.run_folder }));
     }
-    let shown = loss.map_or(String::new(), |loss| format!(", loss {loss:.4}"));
+    let mut shown = loss.map_or(String::new(), |loss| format!(", loss {loss:.4}"));
+    shown += &held_out.map_or(String::new(), |loss| format!(", held-out {loss:.4}"));
     match view.state.as_str() {
         "failed" => {
             let reason = view.reason.as_deref().unwrap_or("nobody said why");
