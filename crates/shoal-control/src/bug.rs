@@ -32,6 +32,8 @@ pub enum Bug {
     ReadForever,
     /// The controller removes checkpoints that could not be read, though they may be tried again.
     RemoveUnreadable,
+    /// The controller does not hear that nobody would get further in a job, and has the next plan go past it.
+    PassDeadEnd,
     /// The worker runs on without a lease.
     IgnoreLease,
     /// The worker obeys what was said before what it has heard.
@@ -51,7 +53,7 @@ pub enum Bug {
 }
 
 impl Bug {
-    pub const ALL: [Bug; 22] = [
+    pub const ALL: [Bug; 23] = [
         Bug::SayBeforeSync,
         Bug::KeepTornTail,
         Bug::CountAgain,
@@ -66,6 +68,7 @@ impl Bug {
         Bug::RemoveEarly,
         Bug::ReadForever,
         Bug::RemoveUnreadable,
+        Bug::PassDeadEnd,
         Bug::IgnoreLease,
         Bug::ObeyOld,
         Bug::SettleAgain,

@@ -290,6 +290,10 @@ pub struct Status {
     pub next: Option<(Epoch, Progress)>,
     /// The checkpoint that it was last asked for.
     pub saved: Option<Saved>,
+    /// Why the job can get no further, whoever runs it: a step of that epoch came to no number, for one. In a sentence for
+    /// the job's owner.
+    #[serde(default)]
+    pub dead_end: Option<(Epoch, String)>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

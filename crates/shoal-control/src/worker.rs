@@ -76,6 +76,11 @@ pub enum EngineEvent {
     },
     /// Its part of a checkpoint is on the disk, or its state is past that step.
     Saved(Saved),
+    /// No worker would get further in the job, under whatever plan. Told before whatever else tells of that step.
+    DeadEnd {
+        epoch: Epoch,
+        reason: String,
+    },
 }
 
 /// What an engine is to do in one job. All are done at once or reported later, and may be told twice.
@@ -131,6 +136,7 @@ struct Slot {
     next: Option<Next>,
     saving: Option<u64>,
     saved: Option<Saved>,
+    dead_end: Option<(Epoch, String)>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -313,6 +319,11 @@ impl Worker {
             EngineEvent::Saved(saved) => {
                 slot.saved = Some(saved).filter(|saved| slot.saving == Some(saved.id));
             }
+            EngineEvent::DeadEnd { epoch, reason } => {
+                if slot.part.is_some_and(|part| part.epoch == epoch) {
+                    slot.dead_end = Some((epoch, reason));
+                }
+            }
             EngineEvent::Moved { epoch, standing, pace, spent } => {
                 if let Some(part) = slot.part.as_mut().filter(|part| part.epoch == epoch) {
                     (part.standing, part.spent) = (standing, spent);
@@ -366,7 +377,7 @@ impl Worker {
 impl Slot {
     fn status(&self) -> Status {
         let next = self.next.as_ref().map(|next| (next.epoch, next.progress.clone()));
-        Status { part: self.part, next, saved: self.saved }
+        Status { part: self.part, next, saved: self.saved, dead_end: self.dead_end.clone() }
     }
 
     fn progress(&mut self, epoch: Epoch, progress: Progress) {
@@ -434,7 +445,7 @@ impl Slot {
         }
         // What comes from storage needs nothing that is here, and may need its room.
         if !matches!(installation.source, Source::Held { .. }) && bug != Some(Bug::KeepOld) {
-            (self.part, self.halting) = (None, None);
+            (self.part, self.halting, self.dead_end) = (None, None, None);
         }
         // Of the plan that did not come, nothing is needed; of the one in force, everything.
         let epochs = self.part.iter().map(|part| part.epoch).collect();
@@ -449,7 +460,7 @@ impl Slot {
         let Some(next) = self.next.take_if(|next| ready(next)) else { return false };
         let standing = Standing::at(next.step);
         self.part = Some(Part { epoch, stage, standing, culprit: None, pace: None, spent: Spent::default() });
-        self.halting = None;
+        (self.halting, self.dead_end) = (None, None);
         actions.push(Action::Engine { job, command: EngineCommand::KeepOnly { epochs: [epoch].into() } });
         true
     }

@@ -75,8 +75,9 @@ fn status() -> BoxedStrategy<Status> {
     let progress =
         prop_oneof![Just(Progress::Underway), Just(Progress::Ready), obstacle().prop_map(Progress::Failed)];
     let next = (number().prop_map(Epoch), progress);
-    (option::of(part), option::of(next), option::of(saved()))
-        .prop_map(|(part, next, saved)| Status { part, next, saved })
+    let dead_end = (number().prop_map(Epoch), ".*");
+    (option::of(part), option::of(next), option::of(saved()), option::of(dead_end))
+        .prop_map(|(part, next, saved, dead_end)| Status { part, next, saved, dead_end })
         .boxed()
 }
 
@@ -301,7 +302,7 @@ fn open(files: &[(&str, Vec<u8>)]) -> Result<(), LogError> {
                 });
                 let next = Some((keeper.state().jobs[job].epoch, Progress::Ready));
                 let saved = Some(Saved { id: keeper.state().jobs[job].checkpoint, done: true, cost_ms: 1 });
-                (*job, Status { part, next, saved })
+                (*job, Status { part, next, saved, dead_end: None })
             };
             let jobs = jobs.iter().map(status).collect();
             let report = Report { worker: *worker, number: round, revision: 0, leaving_in_ms: None, jobs };

@@ -57,13 +57,23 @@ impl CrewError {
         }
     }
 
-    /// Why no other plan would get further, where that is so: losses that are no numbers, data or a device that fail.
+    /// Why no other worker and no other plan would get further, where that is so: everyone has the same sums.
+    pub(crate) fn dead_end(&self) -> Option<String> {
+        let CrewError::Engine(error) = self else { return None };
+        match error {
+            EngineError::NotFinite { .. } | EngineError::NoTargets { .. } => Some(match error.hint() {
+                Some(hint) => format!("{error} (hint: {hint})"),
+                None => error.to_string(),
+            }),
+            _ => None,
+        }
+    }
+
+    /// Why no other plan would get further here, where that is so: data or a device that fail.
     pub(crate) fn keeps_from_running(&self) -> Option<Obstacle> {
         match self {
             CrewError::Engine(EngineError::Net(_) | EngineError::Stopped) => None,
-            CrewError::Engine(error @ (EngineError::NotFinite { .. } | EngineError::NoTargets { .. })) => {
-                Some(Obstacle::Source(error.to_string()))
-            }
+            _ if self.dead_end().is_some() => None,
             CrewError::Engine(error) => Some(Obstacle::Worker(error.to_string())),
             _ => None,
         }

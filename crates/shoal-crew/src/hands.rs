@@ -13,6 +13,7 @@ use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_data::Order;
 use shoal_engine::metrics::StepRecord;
 use shoal_engine::stepping::Terms;
+use shoal_engine::{EngineError, LossScale, StepOutcome};
 use shoal_plan::Closing;
 
 use crate::Crewed;
@@ -34,8 +35,7 @@ pub(crate) struct Hands {
     pub(crate) assembled: Option<Assembled>,
     description: String,
     pub(crate) shares: BTreeMap<Epoch, Share>,
-    /// Why steps cannot be done here, or by anyone. Another plan would not help, so none is installed until the job is let
-    /// go of.
+    /// Why steps cannot be done here. Another plan would not help, so none is installed until the job is let go of.
     pub(crate) failed: Option<Obstacle>,
     /// The last step's record, if its held-out loss was due and could not be measured.
     pub(crate) unmeasured: Option<StepRecord>,
@@ -138,7 +138,7 @@ impl Hands {
 
     /// Applies what a step that was cut short still owes, by sums that everyone agreed on.
     fn settle(&mut self, epoch: Epoch, step: u64, closing: Closing) {
-        let (Some(share), Some(assembled)) = (self.shares.get_mut(&epoch), &self.assembled) else {
+        let Some(share) = self.shares.get_mut(&epoch) else {
             return self.note(Some(epoch), "what is to be settled is not here".to_owned(), true);
         };
         let settled = match share.executor() {
@@ -150,13 +150,29 @@ impl Hands {
         };
         match settled {
             Ok(standing) => {
-                let order = order_of(assembled);
-                let record = share.complete_by(&assembled.chain, &terms_of(assembled, &order), &closing);
-                self.tell_record(epoch, record);
+                self.complete_by(epoch, &closing);
                 self.tell(EngineEvent::Settled { epoch, standing });
                 self.save_if_there();
             }
             Err(error) => self.note(Some(epoch), format!("a step could not be settled: {error}"), true),
+        }
+    }
+
+    /// Counts a step that is known by its closing sums, if it is the next one, and tells what came of it.
+    pub(crate) fn complete_by(&mut self, epoch: Epoch, closing: &Closing) {
+        let (Some(share), Some(assembled)) = (self.shares.get_mut(&epoch), &self.assembled) else { return };
+        let order = order_of(assembled);
+        let (terms, scale) = (terms_of(assembled, &order), share.loss_scale);
+        let Some((outcome, record)) = share.complete_by(&assembled.chain, &terms, closing) else { return };
+        let step = record.step;
+        self.tell_record(epoch, Some(record));
+        self.tell_dead_end(epoch, not_finite(step, &outcome, scale).as_ref());
+    }
+
+    /// Tells if an error is one that everyone would meet.
+    pub(crate) fn tell_dead_end(&self, epoch: Epoch, error: Option<&CrewError>) {
+        if let Some(reason) = error.and_then(CrewError::dead_end) {
+            self.tell(EngineEvent::DeadEnd { epoch, reason });
         }
     }
 
@@ -195,6 +211,17 @@ pub(crate) fn terms_of<'a>(assembled: &'a Assembled, order: &'a Order) -> Terms<
         data: &assembled.data,
         order,
     }
+}
+
+/// What stepping says of a step whose sums no run goes on from: they are no numbers, and no scale of the loss explains it.
+fn not_finite(step: u64, outcome: &StepOutcome, scale: Option<LossScale>) -> Option<CrewError> {
+    let can_fall = scale.is_some_and(|scale| scale.can_fall());
+    let (what, value) = match outcome.loss() {
+        loss if !loss.is_finite() => ("loss", loss),
+        _ if outcome.overflowed && !can_fall => ("norm of the gradient", outcome.gradient_norm),
+        _ => return None,
+    };
+    Some(EngineError::NotFinite { step, what, value, checkpoint: None }.into())
 }
 
 fn said(panic: &(dyn Any + Send)) -> &str {

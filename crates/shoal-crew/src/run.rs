@@ -155,6 +155,7 @@ impl Hands {
     /// Says where the slices stand, and why it ended.
     fn end_run(&mut self, epoch: Epoch, ran: Result, brake: &Brake) {
         let culprit = ran.as_ref().err().and_then(CrewError::culprit);
+        self.tell_dead_end(epoch, ran.as_ref().err());
         if let Err(error) = &ran
             && !brake.is_pulled()
         {
@@ -172,15 +173,12 @@ impl Hands {
 
     /// Where the slices stand. A step whose updates were all applied here counts, though its end was not seen.
     fn last_standing(&mut self, epoch: Epoch) -> Result<Standing> {
-        let assembled = self.assembled.as_ref().ok_or(CrewError::Stopped)?;
         let share = self.shares.get_mut(&epoch).ok_or(CrewError::Stopped)?;
         let standing = share.executor().ok_or(CrewError::Stopped)?.standing()?;
         if standing.step > share.step
             && let Some(closing) = standing.closing
         {
-            let order = order_of(assembled);
-            let record = share.complete_by(&assembled.chain, &terms_of(assembled, &order), &closing);
-            self.tell_record(epoch, record);
+            self.complete_by(epoch, &closing);
         }
         Ok(standing)
     }

@@ -63,6 +63,7 @@ impl Hands {
             }
             Err(error) => {
                 self.note(Some(epoch), format!("the checkpoint of step {step} lacks a part: {error}"), false);
+                self.tell_dead_end(epoch, Some(&error));
                 self.tell(EngineEvent::Saved(Saved { id, done: false, cost_ms }));
             }
         }

@@ -172,10 +172,16 @@ impl Share {
     }
 
     /// The same for one that is known by its closing sums, if they are those of the next step.
-    pub fn complete_by(&mut self, chain: &Chain, terms: &Terms, closing: &Closing) -> Option<StepRecord> {
+    pub fn complete_by(
+        &mut self,
+        chain: &Chain,
+        terms: &Terms,
+        closing: &Closing,
+    ) -> Option<(StepOutcome, StepRecord)> {
         let is_next = closing.step == self.step;
         let outcome = is_next.then(|| stepping::outcome_of(chain, closing, self.loss_scale))?;
-        Some(self.complete(terms, &outcome))
+        let record = self.complete(terms, &outcome);
+        Some((outcome, record))
     }
 
     /// An error where the state is not at a step.

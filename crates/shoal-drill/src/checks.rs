@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use shoal_control::controller::record::{Change, Record};
 use shoal_control::controller::state::{Base, Job, Phase, Rest, State};
 use shoal_control::message::{Epoch, JobId, Plan};
 
 use crate::engine::JobEngine;
 use crate::ledger::Ledger;
-use crate::toy::{Rights, SLICES};
+use crate::toy::{self, Rights, SLICES};
 use crate::world::World;
 
 pub type Broken = (&'static str, String);
@@ -29,6 +30,8 @@ pub struct Checks {
     seen: u64,
     /// Jobs that have had a complete checkpoint.
     saved: BTreeSet<JobId>,
+    /// Jobs that have failed at a step that nobody gets past.
+    dead_ends: BTreeSet<JobId>,
     pub ledger: Ledger,
 }
 
@@ -58,6 +61,25 @@ impl Checks {
     pub fn restored(&self, job: JobId, state: &State) -> Option<Broken> {
         let plan = self.held.get(&job).filter(|plan| state.covers(plan))?;
         Some(("nothing given up", format!("{job:?} goes back, though {plan:?} is all there")))
+    }
+
+    /// A job goes past a step that nobody can do, or is moved on while it has failed at it.
+    pub fn dead_end(&mut self, record: &Record, state: &State) -> Option<Broken> {
+        let Record::Job { job: id, change, .. } = record else { return None };
+        let job = state.jobs.get(id)?;
+        let step = toy::dead_end(job.spec.steps)?;
+        let past = match change {
+            Change::DeadEnd { .. } => {
+                self.dead_ends.insert(*id);
+                false
+            }
+            Change::Committed { step: done, .. } | Change::Decided { step: done, .. } => {
+                *done > step + 1 && !self.dead_ends.contains(id)
+            }
+            Change::Moving { .. } => job.has_failed(),
+            _ => false,
+        };
+        past.then(|| ("dead ends end", format!("{id:?}: {change:?}, but nobody gets past step {step}")))
     }
 
     pub fn reached(&mut self, job: JobId, epoch: Epoch, version: u64) {

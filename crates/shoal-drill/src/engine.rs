@@ -125,6 +125,8 @@ pub struct JobEngine {
     position: Option<u64>,
     /// Since the epoch that runs here began.
     spent: Spent,
+    /// The step that nobody gets past, if the job has one.
+    dead_end: Option<u64>,
 }
 
 impl Share {
@@ -152,6 +154,7 @@ impl JobEngine {
             writing: None,
             position: None,
             spent: Spent::default(),
+            dead_end: None,
         }
     }
 
@@ -193,7 +196,7 @@ impl JobEngine {
                 }
                 around.out.push(Out::Begins { epoch, version: share.version() });
                 self.run = Some(Run { epoch, steps, after: None, halting: false });
-                self.spent = Spent::default();
+                (self.spent, self.dead_end) = (Spent::default(), toy::dead_end(steps));
                 self.begin_step(around);
             }
             EngineCommand::Halt { epoch, after } => {
@@ -464,6 +467,11 @@ impl JobEngine {
             let work_ms = toy::work_ms(&share.plan, around.pace_percent);
             spent.add(&Spent { useful_ms: work_ms, recompute_ms: work_ms / 4, bubble_ms: 3 });
         }
+        if self.dead_end == Some(step) {
+            self.say_dead_end(epoch, step, around);
+            self.halt(None, around);
+            return;
+        }
         around.out.push(Out::Event(EngineEvent::Moved { epoch, standing, pace, spent }));
         self.spent = spent;
         self.begin_step(around);
@@ -491,7 +499,15 @@ impl JobEngine {
         }
     }
 
+    fn say_dead_end(&self, epoch: Epoch, step: u64, around: &mut Around) {
+        let reason = toy::dead_end_reason(step);
+        around.out.push(Out::Event(EngineEvent::DeadEnd { epoch, reason }));
+    }
+
     fn settle(&mut self, epoch: Epoch, step: u64, closing: Closing, around: &mut Around) {
+        if step.checked_sub(1).is_some_and(|before| self.dead_end == Some(before)) {
+            self.say_dead_end(epoch, step - 1, around);
+        }
         let Some(share) = self.shares.get_mut(&epoch) else { return };
         let again = around.bug == Some(Bug::SettleAgain);
         for slice in share.slices.values_mut().filter(|slice| slice.version < step || again) {

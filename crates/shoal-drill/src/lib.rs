@@ -19,12 +19,14 @@
 //! 6. **Nothing said that can be forgotten.** A controller that starts again knows all that it had told anyone.
 //! 7. **Nothing given up.** No job goes back to a checkpoint while every slice has a living holder.
 //! 8. **Progress.** Once faults stop, every job that is not cancelled is done within a bounded time, or rests as failed
-//!    because nothing that it was saved in can be read.
+//!    because nothing that it was saved in can be read, or because a step of it cannot be done by anyone.
 //! 9. **Nothing begun anew.** A job that had a complete checkpoint never begins from nothing.
 //! 10. **Room is made.** What comes from storage does not meet old state that nobody needs.
 //! 11. **Every record fits.** The controller comes to no decision that its own log would not take.
 //! 12. **Every millisecond once.** The parts of each job's receipt add up to the time its workers had something of it, and
 //!     to what they cost meanwhile.
+//! 13. **Dead ends end.** A job goes past a step that cannot be done by anyone only after it has failed there and its owner
+//!     wished it to go on; until then no plan is begun for it, and it loses nothing that was counted.
 
 mod checks;
 mod coverage;

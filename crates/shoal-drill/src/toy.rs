@@ -67,6 +67,15 @@ pub fn closing(job: JobId, step: u64) -> Closing {
     Closing { step, loss, norm_squared, targets: mixed(job.0 ^ mixed(step)), correct }
 }
 
+/// The step whose loss is no number, in jobs of some lengths: whoever does it, nothing comes of it.
+pub fn dead_end(steps: u64) -> Option<u64> {
+    (steps % 8 == 3).then_some(steps / 2)
+}
+
+pub fn dead_end_reason(step: u64) -> String {
+    format!("the loss of step {step} is no number")
+}
+
 /// The samples that a plan gives one of its workers, nothing to those who only hold state.
 pub fn share(plan: &Plan, worker: WorkerId, start: u64) -> Option<Samples> {
     let computing = computing(plan);

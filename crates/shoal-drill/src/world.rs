@@ -230,7 +230,11 @@ impl<'a> World<'a> {
         let Some(keeper) = &self.keeper else { return false };
         keeper.state().jobs.iter().all(|(id, job)| match &job.phase {
             Phase::Resting(Rest::Done | Rest::Cancelled) => true,
-            Phase::Resting(Rest::Failed) => job.kept().iter().all(|kept| self.store.is_lost(*id, *kept)),
+            Phase::Resting(Rest::Failed) => {
+                let dead_end = toy::dead_end(job.spec.steps).map(toy::dead_end_reason);
+                let lost = || job.kept().iter().all(|kept| self.store.is_lost(*id, *kept));
+                job.failure == dead_end || lost()
+            }
             _ => false,
         })
     }
@@ -380,6 +384,10 @@ impl<'a> World<'a> {
                 (record, &self.keeper)
             {
                 self.wrong = self.wrong.take().or_else(|| self.checks.restored(*job, keeper.state()));
+            }
+            if let Some(keeper) = &self.keeper {
+                let broken = self.checks.dead_end(record, keeper.state());
+                self.wrong = self.wrong.take().or(broken);
             }
             self.say(|| format!("{record:?}"));
         }

@@ -35,6 +35,7 @@ fn rules(bug: Bug) -> &'static [&'static str] {
         // Survivors without the gradient of a step that others have applied can only go back.
         Bug::GiveUp | Bug::UpdateEarly => &["nothing given up"],
         Bug::RemoveUnreadable => &["no torn checkpoint"],
+        Bug::PassDeadEnd => &["dead ends end"],
         Bug::KeepOld => &["room is made"],
         Bug::ForgetPlanner | Bug::ReadForever => &["progress"],
     }

@@ -8,7 +8,7 @@ use shoal_plan::{Closing, Standing, meet};
 
 use super::allocation::{Share, Shares};
 use super::interval::save_every_steps;
-use super::job::INSTALL_TRIES_MAX;
+use super::job::{INSTALL_TRIES_MAX, SAVE_TRIES_MAX};
 use super::payback::{changes_every_ms, weigh};
 use super::record::{Change, Failure, Loss, Paced, Record, Why};
 use super::state::{Base, Interval, Job, Phase, Rest, Wish};
@@ -90,7 +90,7 @@ impl Controller {
                     }
                 }
             }
-            Change::Decided { .. } | Change::Abandoned { .. } => {
+            Change::Decided { .. } | Change::Abandoned { .. } if !job.has_failed() => {
                 let accused = |worker: &WorkerId| self.accused(*id, job, *worker);
                 let accused: Vec<WorkerId> = members.iter().filter_map(accused).collect();
                 let votes = |worker: &WorkerId| accused.iter().filter(|other| *other == worker).count();
@@ -307,6 +307,9 @@ impl Controller {
         if let Some((step, closing)) = self.progress(id, job, plan) {
             return Some(Change::Committed { step, closing });
         }
+        if let Some(dead_end) = self.dead_end(id, job, plan) {
+            return Some(dead_end);
+        }
         let stop = |after, why| Some(Change::Stopping { after, why, next: None });
         let taken: Vec<WorkerId> =
             plan.members.iter().copied().filter(|worker| !share.target.contains(worker)).collect();
@@ -315,6 +318,9 @@ impl Controller {
         }
         if job.is_finished() {
             return stop(Some(job.spec.steps - 1), Why::Finished);
+        }
+        if job.has_failed() {
+            return stop(None, Why::DeadEnd);
         }
         if self.parts(id, job, plan).any(|(_, part)| part.is_some_and(|part| part.stage == Stage::Stopped)) {
             return stop(None, Why::Stalled);
@@ -377,6 +383,9 @@ impl Controller {
         if let Some((step, closing)) = self.progress(id, job, plan) {
             return Some(Change::Committed { step, closing });
         }
+        if let Some(dead_end) = self.dead_end(id, job, plan) {
+            return Some(dead_end);
+        }
         let parts: Vec<(WorkerId, Option<Part>)> = self.parts(id, job, plan).collect();
         let stopped = |part: &Option<Part>| part.filter(|part| part.stage == Stage::Stopped);
         let place = |worker: WorkerId| plan.members.iter().position(|member| *member == worker);
@@ -409,6 +418,9 @@ impl Controller {
         if !self.covers(plan) {
             return Some(Change::Restored { spent: self.spent(id, job) });
         }
+        if let Some(dead_end) = self.dead_end(id, job, plan) {
+            return Some(dead_end);
+        }
         let there = |part: Option<Part>| {
             part.is_some_and(|part| {
                 part.stage == Stage::Stopped && part.standing.step == step && !part.standing.applied
@@ -423,16 +435,33 @@ impl Controller {
         if !self.covers(plan) {
             return Some(Change::Restored { spent: self.spent(id, job) });
         }
+        if let Some(dead_end) = self.dead_end(id, job, plan) {
+            return Some(dead_end);
+        }
         if let Some(save) = &job.saving {
             return self.end_save(id, job, save);
         }
-        if !job.is_saved() {
+        if !job.is_saved() && !(job.has_failed() && job.unsaved >= SAVE_TRIES_MAX) {
             return self.begin_save(job, plan, job.committed);
         }
-        match self.makes_room(job) {
+        match self.makes_room(job) && job.is_saved() {
             true => Some(Change::Released),
             false => Some(Change::Rested { rest: job.rest() }),
         }
+    }
+
+    /// What a worker of the plan in force says of why nobody would get further, once. All pass the same steps with the same
+    /// sums, so one word is enough, and nobody is to blame.
+    fn dead_end(&self, id: JobId, job: &Job, plan: &Plan) -> Option<Change> {
+        if job.has_failed() || self.bug == Some(Bug::PassDeadEnd) {
+            return None;
+        }
+        let epoch = base_epoch(job);
+        let said = |worker: &WorkerId| {
+            let (of, reason) = self.status(*worker, id)?.dead_end.as_ref()?;
+            (Some(*of) == epoch).then(|| Change::DeadEnd { reason: brief(reason) })
+        };
+        plan.members.iter().find_map(said)
     }
 
     /// Where the time of the workers of the plan in force went, as far as they have said.

@@ -162,6 +162,10 @@ impl Job {
                 self.goes_on(*step, *closing)?;
                 under_way(matches!(self.phase, Phase::Stopping { .. }))
             }
+            Change::DeadEnd { .. } => under_way(matches!(
+                self.phase,
+                Phase::Running | Phase::Stopping { .. } | Phase::Settling { .. } | Phase::Saving
+            )),
             Change::Settled => under_way(matches!(self.phase, Phase::Settling { .. })),
             Change::Restored { .. } => under_way(self.held().is_some()),
             Change::Released => under_way(self.held().is_some() && self.is_saved()),

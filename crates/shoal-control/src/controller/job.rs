@@ -27,6 +27,8 @@ use crate::message::{Checkpoint, Epoch, Plan, Save, WorkerId};
 pub const READ_TRIES_MAX: u32 = 3;
 /// Times that workers may fail to get their state for reasons of their own, without a plan that started in between.
 pub const INSTALL_TRIES_MAX: u32 = 4;
+/// Times that a job which can get no further may fail to be saved: then its last checkpoint is what is left of it.
+pub const SAVE_TRIES_MAX: u32 = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -144,6 +146,9 @@ pub struct Job {
     pub saving: Option<Save>,
     /// Last given out.
     pub checkpoint: u64,
+    /// Attempts in a row of which nothing came.
+    #[serde(default)]
+    pub unsaved: u32,
     /// How long the last complete one held training up.
     pub save_cost_ms: Option<u64>,
     /// Last given out, and the workers asked about if there is no answer yet.
@@ -181,6 +186,7 @@ impl Job {
             unreadable: Vec::new(),
             saving: None,
             checkpoint: 0,
+            unsaved: 0,
             save_cost_ms: None,
             request: 0,
             asked: None,
@@ -222,8 +228,9 @@ impl Job {
     pub fn rest(&self) -> Rest {
         match self.wish {
             Wish::Cancel => Rest::Cancelled,
-            _ if self.is_finished() => Rest::Done,
+            // Also where the step that came to nothing was the last.
             _ if self.has_failed() => Rest::Failed,
+            _ if self.is_finished() => Rest::Done,
             Wish::Pause => Rest::Paused,
             Wish::Run => Rest::Queued,
         }
@@ -321,9 +328,13 @@ impl Job {
                     self.phase = Phase::Saving;
                 }
             }
-            Change::SaveDropped => self.saving = None,
+            Change::DeadEnd { reason } => (self.failure, self.unsaved) = (Some(reason.clone()), 0),
+            Change::SaveDropped => {
+                self.saving = None;
+                self.unsaved = self.unsaved.saturating_add(1);
+            }
             Change::SaveCompleted { cost_ms } => {
-                self.save_cost_ms = Some(*cost_ms);
+                (self.save_cost_ms, self.unsaved) = (Some(*cost_ms), 0);
                 self.checkpoints.extend(self.saving.take().map(|save| save.checkpoint));
                 let old = self.checkpoints.len().saturating_sub(self.spec.checkpoints_kept.max(1));
                 self.checkpoints.drain(..old);

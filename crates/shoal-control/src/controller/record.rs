@@ -37,6 +37,8 @@ pub enum Why {
     Wished,
     /// All steps are done.
     Finished,
+    /// Nobody would get further in it.
+    DeadEnd,
 }
 
 /// Why a plan whose state was being moved did not come into force.
@@ -178,6 +180,10 @@ pub enum Change {
     },
     /// Its state is in a checkpoint, and its workers let go of it: there was no room to move it.
     Released,
+    /// It can get no further, whoever runs it: it is saved where it stands, and rests until its owner wishes otherwise.
+    DeadEnd {
+        reason: String,
+    },
     /// Nobody has anything of it; what it will go on from is its last checkpoint.
     Rested {
         rest: Rest,

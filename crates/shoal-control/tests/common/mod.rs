@@ -131,7 +131,7 @@ impl Fleet {
     ) -> Vec<Record> {
         let part =
             Part { epoch: Epoch(epoch), stage, standing, culprit: None, pace: None, spent: Spent::default() };
-        *self.status(worker, job) = Status { part: Some(part), next: None, saved: None };
+        *self.status(worker, job) = Status { part: Some(part), next: None, saved: None, dead_end: None };
         self.report(worker)
     }
 

@@ -54,6 +54,7 @@ pub struct Fleet {
     pub unmeasured: BTreeSet<u64>,
     pub changes: Vec<Change>,
     pub notices: Vec<String>,
+    pub quarantined: Vec<WorkerId>,
     paces: BTreeMap<WorkerId, u32>,
     /// Which shape the planner begins with. Workers of odd ones prove who they are.
     shape: u64,
@@ -79,6 +80,7 @@ impl Fleet {
             unmeasured: BTreeSet::new(),
             changes: Vec::new(),
             notices: Vec::new(),
+            quarantined: Vec::new(),
             paces: BTreeMap::new(),
             shape,
             authority: Authority::new().expect("an authority"),
@@ -230,6 +232,7 @@ impl Fleet {
         for record in step.records {
             match record {
                 Record::Job { change, .. } => self.changes.push(change),
+                Record::Quarantined { worker, .. } => self.quarantined.push(worker),
                 Record::Paced { worker, percent } => drop(self.paces.insert(worker, percent)),
                 _ => {}
             }

@@ -212,7 +212,7 @@ struct Rows<'a>(&'a Dataset, u64);
 
 impl Batch for Rows<'_> {
     fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> shoal_engine::error::Result {
-        let places: Vec<(u64, u64)> = samples.map(|sample| (self.1 + sample as u64, 0)).collect();
+        let places: Vec<(u64, u64)> = samples.map(|sample| (0, self.1 + sample as u64)).collect();
         Ok(self.0.read_all(&places, inputs, targets)?)
     }
 }

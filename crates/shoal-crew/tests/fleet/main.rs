@@ -335,14 +335,28 @@ fn little_room() {
     assert!(waited, "both fitted into {device_bytes} bytes: {:#?}", fleet.notices);
 }
 
-/// A job whose losses are no numbers rests, and its owner is told why.
+/// A job whose losses are no numbers rests at once, saved as it was before that step, and its owner is told which. Nobody is
+/// blamed, and nothing is tried again until its owner wishes so.
 fn not_a_number() {
-    let mut course = Course::of(2, 0, 1_000, |usual| Description { lr: 1e30, ..usual });
+    let mut course = Course::of(3, 0, 1_000, |usual| Description { lr: 1e30, ..usual });
     let fleet = &mut course.fleet;
-    fleet.until("its failure", |fleet| matches!(fleet.job().phase, Phase::Resting(Rest::Failed)));
-    let reason = fleet.job().failure.clone().unwrap_or_default();
-    assert!(reason.contains("not a finite number"), "{reason}");
+    let fails = |fleet: &mut Fleet, step: u64| {
+        fleet.until("its failure", |fleet| matches!(fleet.job().phase, Phase::Resting(Rest::Failed)));
+        let job = fleet.job();
+        let reason = job.failure.clone().unwrap_or_default();
+        assert!(reason.contains(&format!("step {step}:")), "{reason}");
+        assert!(reason.contains("the loss is ") && reason.contains("not a finite number"), "{reason}");
+        assert_eq!((job.committed, job.saved_step(), job.undone), (step, step, 0));
+    };
+    fails(fleet, 2);
+    let plans = started(fleet);
+    (0..20).for_each(|_| fleet.pass());
+    assert_eq!((plans, started(fleet)), (1, 1), "another plan was tried");
+    fleet.wish(Wish::Run);
+    fails(fleet, 3);
+    assert_eq!((started(fleet), restored(fleet)), (2, 0));
     assert!(fleet.ended().is_empty(), "workers stay for other jobs");
+    assert!(fleet.quarantined.is_empty(), "{:?} are blamed", fleet.quarantined);
 }
 
 /// Held-out losses are those of one device, whatever the plan; and whoever is killed while they are measured costs no step.
