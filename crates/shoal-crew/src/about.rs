@@ -44,6 +44,10 @@ pub struct DeviceAbout {
     pub workspace_bytes: u64,
     /// Of the processor, where the device is one, or beside it.
     pub threads: usize,
+    /// Operations a second that it was measured to reach in matrix products of fp32, where it is of a kind whose machines
+    /// differ: a processor with its threads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub matrix_flops_per_second: Option<f64>,
     /// The precisions that it computes in, as job files write them.
     pub precisions: Vec<String>,
 }
@@ -73,6 +77,7 @@ mod tests {
                 memory_bytes: 1 << 30,
                 workspace_bytes: 1 << 20,
                 threads: 2,
+                matrix_flops_per_second: Some(1e11),
                 precisions: vec!["fp32".into()],
             },
             host_memory_bytes: 1 << 31,

@@ -142,3 +142,70 @@ fn what_is_wrong_is_said_with_a_hint() {
     drop(controller);
     folder.shoal(&["ps"]).fails(&["no controller answers"], "shoal up");
 }
+
+/// What is held out is measured on a fleet as on one device, and a loss that is no number ends the job with its reason.
+#[test]
+fn a_fleet_measures_what_is_held_out_and_says_where_a_loss_is_no_number() {
+    let job = JOB.replace("steps = 4\n", "steps = 25\n")
+        + "[eval]\ndata = \"held-out.txt\"\nevery = \"10 steps\"\n";
+    let folder = Folder::with_job(&job);
+    folder.write("held-out.txt", common::corpus(60));
+    folder.shoal(&["train", "job.toml", "--set", "checkpoint.to=alone"]).succeeds();
+    let held_out = |lines: &[Value]| -> Vec<(u64, f64)> {
+        let of = |line: &Value| Some((line["step"].as_u64()?, line["eval_loss"].as_f64()?));
+        lines.iter().filter_map(of).collect()
+    };
+    let alone = held_out(&metrics(&folder.join("alone")));
+    assert_eq!(alone.iter().map(|(step, _)| *step).collect::<Vec<u64>>(), [10, 20, 25]);
+
+    let (mut controller, said) = up(&folder, "127.0.0.1:0");
+    let url = said["url"].as_str().unwrap().to_owned();
+    let _workers = [join(&folder, &url, "one"), join(&folder, &url, "two")];
+    controller.wait_until("two workers", || names(&ps(&folder)).len() == 2);
+    let rate = &ps(&folder)["workers"][0]["about"]["device"]["matrix_flops_per_second"];
+    assert!(rate.as_f64().is_some_and(|rate| rate > 1e8), "{rate}");
+
+    let by_clock = ["train", "job.toml", "--controller", &url, "--set", "eval.every=5m"];
+    folder.shoal(&by_clock).fails(&["eval.every is a time"], "in steps");
+    let trained = folder.shoal(&["train", "job.toml", "--controller", &url, "--json"]).succeeds().json();
+    let logs = folder.shoal(&["logs", "1", "--json"]).succeeds().stdout;
+    let lines: Vec<Value> = logs.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let fleet = held_out(&lines);
+    assert_eq!(fleet.len(), alone.len());
+    for ((step, here), (other, there)) in fleet.iter().zip(&alone) {
+        assert!(step == other && (here - there).abs() <= 1e-5 * there, "step {step}: {here} and {there}");
+    }
+    assert_eq!(trained["eval_loss"].as_f64(), fleet.last().map(|(_, loss)| *loss));
+    assert!(folder.shoal(&["logs", "1"]).succeeds().stdout.contains("held-out "));
+
+    let wild = ["train", "job.toml", "--controller", &url, "--set", "train.optimizer.lr=1e30", "--set"];
+    folder
+        .shoal(&[&wild[..], &["checkpoint.to=wild"]].concat())
+        .fails(&["the loss is ", "step 2"], "shoal resume");
+    let ps = ps(&folder);
+    assert_eq!((&ps["jobs"][1]["state"], &ps["jobs"][1]["saved_step"]), (&"failed".into(), &2.into()));
+}
+
+#[test]
+fn jobs_name_files_only_where_they_may() {
+    let folder = Folder::with_job(JOB);
+    folder.write("elsewhere/corpus.txt", common::corpus(50));
+    folder.write("jobs/job.toml", JOB);
+    folder.write("jobs/corpus.txt", common::corpus(50));
+    std::os::unix::fs::symlink(folder.join("elsewhere"), folder.join("jobs/link")).unwrap();
+    let arguments = ["up", "--listen", "127.0.0.1:0", "--json", "--jobs-under", "jobs"];
+    let mut controller = folder.start(&arguments);
+    let said = std::cell::RefCell::new(Value::Null);
+    controller_says(&mut controller, &said);
+    let url = said.borrow()["url"].as_str().unwrap().to_owned();
+    let train = |sets: &[&str]| {
+        let mut arguments = vec!["train", "jobs/job.toml", "--controller", &url, "--detach"];
+        sets.iter().for_each(|set| arguments.extend(["--set", set]));
+        folder.shoal(&arguments)
+    };
+    for set in ["data.train=link/corpus.txt", "data.train=../elsewhere/corpus.txt", "checkpoint.to=../run"] {
+        train(&[set]).fails(&["which jobs may not name here"], "--jobs-under");
+    }
+    assert!(!folder.join("run").exists(), "a refused job has left something");
+    train(&[]).succeeds();
+}

@@ -178,7 +178,8 @@ pub fn uninterrupted(description: &Description) -> Curve {
     let plan = table(&chain, shape(), &offer("cpu"), 2, Activations::Keep, false);
     let program = compile(&plan, &chain, Purpose::Train).expect("it compiles").remove(0);
     let mut executor = Executor::new(device, chain, SEQUENCE, state).expect("an executor");
-    let (data, held_out) = (data(&description.folder, TEXT, "reference"), data(&description.folder, HELD_OUT, "reference"));
+    let (data, held_out) =
+        (data(&description.folder, TEXT, "reference"), data(&description.folder, HELD_OUT, "reference"));
     let order = Order::new(data.len(), SEED, true);
     let terms = Terms {
         steps: description.steps,
@@ -193,7 +194,8 @@ pub fn uninterrupted(description: &Description) -> Curve {
     for step in 0..description.steps {
         course.losses.push(terms.train(&mut executor, work, step, None).expect("a step").loss());
         let done = step + 1;
-        if description.eval_every.is_some_and(|every| done.is_multiple_of(every) || done == description.steps) {
+        if description.eval_every.is_some_and(|every| done.is_multiple_of(every) || done == description.steps)
+        {
             course.held_out.insert(done, evaluate(&mut executor, &held_out, done));
         }
     }
@@ -211,7 +213,12 @@ pub struct Curve {
 struct Rows<'a>(&'a Dataset, u64);
 
 impl Batch for Rows<'_> {
-    fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> shoal_engine::error::Result {
+    fn read(
+        &self,
+        samples: Range<usize>,
+        inputs: Inputs,
+        targets: &mut [i32],
+    ) -> shoal_engine::error::Result {
         let places: Vec<(u64, u64)> = samples.map(|sample| (0, self.1 + sample as u64)).collect();
         Ok(self.0.read_all(&places, inputs, targets)?)
     }
@@ -224,7 +231,8 @@ fn evaluate(executor: &mut Executor, data: &Dataset, step: u64) -> f64 {
     let program = compile(&plan, executor.chain(), Purpose::Evaluate).expect("it compiles").remove(0);
     let (mut loss, mut targets) = (0.0, 0);
     for sample in 0..data.len() {
-        let outcome = executor.run(&program, &StepInput::evaluate(step, &Rows(data, sample))).expect("a loss");
+        let outcome =
+            executor.run(&program, &StepInput::evaluate(step, &Rows(data, sample))).expect("a loss");
         (loss, targets) = (loss + outcome.loss_sum, targets + outcome.targets);
     }
     loss / targets as f64

@@ -364,7 +364,8 @@ fn held_out() {
     let every = 10;
     let mut broken_off = 0;
     for shape in 0..3 {
-        let mut course = Course::of(3, shape, 1_000, |usual| Description { eval_every: Some(every), ..usual });
+        let mut course =
+            Course::of(3, shape, 1_000, |usual| Description { eval_every: Some(every), ..usual });
         for kill in 1..=3 {
             let fleet = &mut course.fleet;
             // The next step is the one that is measured, which takes longer than the step.

@@ -78,6 +78,7 @@ pub fn run(name: &str, identity: Option<&String>) {
             memory_bytes: 64 << 20,
             workspace_bytes: CpuDevice::workspace_bytes(1),
             threads: 1,
+            matrix_flops_per_second: None,
             precisions: vec!["fp32".into()],
         },
         host_memory_bytes: 64 << 20,

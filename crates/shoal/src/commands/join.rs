@@ -20,6 +20,7 @@ use shoal_service::worker_driver::{Happening, Notable, WorkerDriver};
 use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
 use crate::job::{DeviceChoice, parse_bytes};
+use crate::live::within::JobsUnder;
 use crate::live::worker::{Given, Hired, pass_on};
 
 #[derive(clap::Args)]
@@ -62,6 +63,8 @@ pub struct Options {
     /// Where that cloud's metadata is, for tests
     #[arg(long, value_name = "URL", hide = true)]
     metadata: Option<String>,
+    #[command(flatten)]
+    jobs_under: JobsUnder,
     /// How long it takes at most to hand over its work when it is told to go
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     grace: u64,
@@ -93,17 +96,22 @@ pub fn run(options: Options) -> Result {
     let membership = Membership::open(&folder, &options.url, token.as_ref(), &name)?;
     let (name, identity) = (membership.name.clone(), membership.identity.clone());
 
-    let given = given(&options, &folder)?;
+    let mut given = given(&options, &folder)?;
+    let towards = address_towards(&membership.target)?;
+    given.within = options.jobs_under.within(towards)?;
     let listen = match options.listen {
         Some(listen) => listen,
-        None => SocketAddr::new(address_towards(&membership.target)?, 0),
+        None => SocketAddr::new(towards, 0),
     };
     let listener = TcpListener::bind(listen).map_err(CliError::at(folder.as_path()))?;
     let reception = Arc::new(Reception::open(listener, Guard::Tls(identity))?);
     let machine = options.machine.clone().unwrap_or_else(host_name);
-    let mut about = given.about(&name, reception.address(), machine);
+    let mut about = given.about(&name, reception.address(), machine)?;
     about.dollars_per_hour = options.price;
     eprintln!("{name}: {}, reached at {}", given.device.describe(), reception.address());
+    if let Some(sentence) = given.within.sentence() {
+        eprintln!("{name}: {sentence}");
+    }
 
     let price = Price((options.price.max(0.0) * 1e6) as u64);
     let driver = WorkerDriver::new(membership, about.text(), price);

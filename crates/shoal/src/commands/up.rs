@@ -12,6 +12,7 @@ use shoal_service::server::{self, Controller, default_folder};
 
 use crate::error::{CliError, Result};
 use crate::live::planner::FleetPlanner;
+use crate::live::within::JobsUnder;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -33,6 +34,8 @@ pub struct Options {
     /// How long the token that it shows is good
     #[arg(long, value_name = "MINUTES", default_value_t = 60)]
     token_minutes: u64,
+    #[command(flatten)]
+    jobs_under: JobsUnder,
     /// Print where it is and how to join as JSON
     #[arg(long)]
     json: bool,
@@ -44,6 +47,7 @@ pub fn run(options: Options) -> Result {
             format!("{}: it listens on every address, and nobody knows which to join at", options.listen);
         return Err(CliError::said(what, "name the one that workers reach: --host NAME"));
     }
+    let within = options.jobs_under.within(options.listen.ip())?;
     let profile = options.profile.as_deref().map(Profile::read).transpose()?;
     let folder = options.folder.unwrap_or_else(|| default_folder(&state_folder()));
     let start = server::Options {
@@ -53,7 +57,10 @@ pub fn run(options: Options) -> Result {
         settings: settings(options.deadline)?,
     };
     let complaints = Arc::new(|what: &str| eprintln!("warning: {what}"));
-    let controller = Controller::start(start, Arc::new(FleetPlanner { profile }), complaints)?;
+    if let Some(sentence) = within.sentence() {
+        eprintln!("{sentence}");
+    }
+    let controller = Controller::start(start, Arc::new(FleetPlanner { profile, within }), complaints)?;
     let token = controller.token(options.token_minutes)?;
     let url = &controller.access().url;
     if options.json {

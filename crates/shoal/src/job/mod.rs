@@ -143,8 +143,12 @@ impl Job {
 
     /// `as_it_is` where the text is the file's.
     fn parse_as(file: &Path, text: &str, as_it_is: bool) -> Result<Job> {
+        Validator { file }.job(Job::raw(file, text, as_it_is)?)
+    }
+
+    fn raw(file: &Path, text: &str, as_it_is: bool) -> Result<raw::Job> {
         keys::check(file, text)?;
-        let raw: raw::Job = toml::from_str(text).map_err(|error| {
+        toml::from_str(text).map_err(|error| {
             // With --set the text is not the file's, so a line number would mislead: show the line itself.
             let line = error
                 .span()
@@ -156,8 +160,24 @@ impl Job {
                 format!("{}{place}: `{}`: {}", file.display(), shown.trim(), error.message()),
                 "the keys and their types are in the file `shoal init` writes",
             )
-        })?;
-        Validator { file }.job(raw)
+        })
+    }
+
+    /// Every path that a job names, by its key; nothing of them is looked at.
+    pub fn paths(file: &Path, text: &str) -> Result<Vec<(&'static str, PathBuf)>> {
+        let raw = Job::raw(file, text, false)?;
+        let validator = Validator { file };
+        let base = validator.base();
+        let mut paths = vec![("data.train", join(base, &raw.data.train))];
+        if raw.data.tokenizer != "bytes" {
+            paths.push(("data.tokenizer", join(base, &raw.data.tokenizer)));
+        }
+        paths.extend(raw.model.from.map(|from| ("model.from", join(base, &from))));
+        paths.extend(raw.eval.map(|eval| ("eval.data", join(base, &eval.data))));
+        let name = validator.name(raw.name)?;
+        let (run_folder, _) = validator.places(raw.checkpoint.to, &name)?;
+        paths.push(("checkpoint.to", run_folder));
+        Ok(paths)
     }
 
     /// The model as this job trains it.
@@ -231,16 +251,51 @@ impl Validator<'_> {
         CliError::said(format!("{}: {key} {what}", self.file.display()), hint)
     }
 
-    fn job(&self, raw: raw::Job) -> Result<Job> {
-        let base = self.file.parent().unwrap_or(Path::new(""));
-        let name = match raw.name {
+    /// Where relative paths start from.
+    fn base(&self) -> &Path {
+        self.file.parent().unwrap_or(Path::new(""))
+    }
+
+    fn name(&self, name: Option<String>) -> Result<String> {
+        match name {
             Some(name) if name.trim().is_empty() || name.contains('/') || name.starts_with('.') => {
                 let hint = "it may name a folder: a word without `/` that does not start with a dot";
-                return Err(self.bad("name", format!("is \"{name}\""), hint));
+                Err(self.bad("name", format!("is \"{name}\""), hint))
             }
-            Some(name) => name,
-            None => self.file.file_stem().map_or("job".into(), |stem| stem.to_string_lossy().into_owned()),
+            Some(name) => Ok(name),
+            None => {
+                Ok(self.file.file_stem().map_or("job".into(), |stem| stem.to_string_lossy().into_owned()))
+            }
+        }
+    }
+
+    /// The run folder, and where checkpoints go.
+    fn places(&self, to: Option<String>, name: &str) -> Result<(PathBuf, Location)> {
+        let (base, run_folder) = (self.base(), format!("runs/{name}"));
+        let (run_folder, checkpoints) = match to {
+            // What is no checkpoint stays here.
+            Some(url) if url.contains("://") => {
+                let location = Location::parse(&url, base, std::env::vars()).map_err(|error| {
+                    let hint = error.hint().unwrap_or_default();
+                    self.bad("checkpoint.to", format!("is no place for checkpoints: {error}"), hint)
+                })?;
+                let folder = if let Location::Folder(path) = &location {
+                    path.clone()
+                } else {
+                    join(base, &run_folder)
+                };
+                (folder, Some(location).filter(|location| matches!(location, Location::Objects { .. })))
+            }
+            Some(folder) => (join(base, &folder), None),
+            None => (join(base, &run_folder), None),
         };
+        let checkpoints = checkpoints.unwrap_or_else(|| Location::Folder(run_folder.join(CHECKPOINTS)));
+        Ok((run_folder, checkpoints))
+    }
+
+    fn job(&self, raw: raw::Job) -> Result<Job> {
+        let base = self.base();
+        let name = self.name(raw.name)?;
         let (mut model, original_config, weights) = self.model(&raw.model, base)?;
         let data = raw.data;
         let folder = raw.model.from.as_deref().map(|from| join(base, from));
@@ -285,25 +340,7 @@ impl Validator<'_> {
             })
         };
         let checkpoint = raw.checkpoint;
-        let run_folder = format!("runs/{name}");
-        let (run_folder, checkpoints) = match checkpoint.to {
-            // What is no checkpoint stays here.
-            Some(url) if url.contains("://") => {
-                let location = Location::parse(&url, base, std::env::vars()).map_err(|error| {
-                    let hint = error.hint().unwrap_or_default();
-                    self.bad("checkpoint.to", format!("is no place for checkpoints: {error}"), hint)
-                })?;
-                let folder = if let Location::Folder(path) = &location {
-                    path.clone()
-                } else {
-                    join(base, &run_folder)
-                };
-                (folder, Some(location).filter(|location| matches!(location, Location::Objects { .. })))
-            }
-            Some(folder) => (join(base, &folder), None),
-            None => (join(base, &run_folder), None),
-        };
-        let checkpoints = checkpoints.unwrap_or_else(|| Location::Folder(run_folder.join(CHECKPOINTS)));
+        let (run_folder, checkpoints) = self.places(checkpoint.to, &name)?;
         if checkpoint.keep == 0 {
             return Err(self.bad("checkpoint.keep", "is 0", "keep at least one checkpoint"));
         }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use shoal_engine::Interval;
 
+use super::within::Within;
 use crate::error::{CliError, Result};
 use crate::job::Job;
 
@@ -37,13 +38,15 @@ impl Description {
         serde_json::to_string(self).expect("a description is JSON")
     }
 
-    pub fn job(&self) -> Result<Job> {
+    /// Nothing is read that lies elsewhere than jobs' files may.
+    pub fn job(&self, within: &Within) -> Result<Job> {
+        within.check(&self.file, &self.text)?;
         Job::parse(&self.file, &self.text)
     }
 
     /// The same for a job that begins: what a fleet cannot do is refused.
-    pub fn new_job(&self) -> Result<Job> {
-        let job = self.job()?;
+    pub fn new_job(&self, within: &Within) -> Result<Job> {
+        let job = self.job(within)?;
         if let Some((_, Interval::Time(_))) = job.eval {
             let hint = "write it in steps, \"200 steps\": members of a fleet go by steps, not by clocks";
             return Err(CliError::said("eval.every is a time", hint));

@@ -25,6 +25,9 @@ pub struct Members {
     pub fleet: Fleet,
     /// By device.
     pub workers: Vec<WorkerId>,
+    /// What each takes by its measured rate, in percent of what the catalogue says of its kind.
+    pub rated_percent: Vec<u32>,
+    /// The same of what it was seen to take, in percent of that.
     pub pace_percent: Vec<u32>,
 }
 
@@ -69,7 +72,24 @@ impl Members {
             .iter()
             .map(|(candidate, about)| (about.device.kind.as_str(), candidate.pace_percent))
             .collect();
-        Ok(Members { fleet, workers, pace_percent: expected(&paces) })
+        let rated_percent = all.iter().map(|(_, about)| rated(about)).collect();
+        Ok(Members { fleet, workers, rated_percent, pace_percent: expected(&paces) })
+    }
+}
+
+/// Rates that differ by less than this are taken for the same: measuring has its noise, and planners find their way sooner
+/// among devices that are alike.
+const RATES_APART: f64 = 1.1;
+
+/// What a worker's own work takes by its measured rate, in percent of what it takes its kind as the catalogue has it.
+fn rated(about: &About) -> u32 {
+    let rate = about.device.matrix_flops_per_second.filter(|rate| rate.is_finite() && *rate > 0.0);
+    match (rate, catalogue::find(&about.device.kind)) {
+        (Some(rate), Some(kind)) => {
+            let steps = (kind.fp32_flops / rate).ln() / RATES_APART.ln();
+            (100.0 * RATES_APART.powf(steps.round())).round().clamp(1.0, 1e6) as u32
+        }
+        _ => USUAL,
     }
 }
 
@@ -142,6 +162,32 @@ fn device(about: &About) -> Table {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn processors_are_as_quick_as_they_were_measured_and_near_ones_are_alike() {
+        let about = |kind: &str, rate: Option<f64>| {
+            let rate = rate.map_or("null".to_owned(), |rate| rate.to_string());
+            let device = format!(
+                r#"{{"kind":"{kind}","memory_bytes":1,"workspace_bytes":1,"threads":1,"precisions":["fp32"],"matrix_flops_per_second":{rate}}}"#
+            );
+            let text = format!(
+                r#"{{"name":"a","address":"127.0.0.1:1","machine":"m","device":{device},"host_memory_bytes":1}}"#
+            );
+            About::parse(&text).unwrap()
+        };
+        let cpu = catalogue::find(catalogue::CPU).unwrap().fp32_flops;
+        assert_eq!(rated(&about("CPU", Some(cpu))), 100);
+        assert_eq!(rated(&about("CPU", None)), 100);
+        assert_eq!(rated(&about("V100", None)), 100);
+        let tenth = rated(&about("CPU", Some(cpu / 10.0)));
+        assert!((950..1050).contains(&tenth), "{tenth}");
+        assert_eq!(rated(&about("CPU", Some(cpu / 10.2))), tenth);
+        assert!(rated(&about("CPU", Some(cpu / 13.0))) > tenth);
+        assert!(rated(&about("CPU", Some(cpu * 4.0))) < 30);
+        for nonsense in [0.0, -1.0, 1e-300] {
+            assert!(rated(&about("CPU", Some(nonsense))) >= 100);
+        }
+    }
 
     #[test]
     fn a_newcomer_is_taken_for_one_of_its_kind() {

@@ -2,12 +2,15 @@
 //!
 //! - [`description`]: a job as it travels.
 //! - [`planner`]: plans for the workers that are there; [`members`], the fleet that they make.
-//! - [`worker`]: a worker's device, and a job's parts on it.
+//! - [`worker`]: a worker's device, and a job's parts on it; [`rate`], how quick it is.
+//! - [`within`]: where jobs' files may lie.
 //! - [`reach`] and [`follow`]: how commands find a controller, and follow a job.
 
 pub mod description;
 pub mod follow;
 pub mod members;
 pub mod planner;
+mod rate;
 pub mod reach;
+pub mod within;
 pub mod worker;

@@ -7,8 +7,9 @@ use std::io::Write;
 use shoal_control::controller::Proposal;
 use shoal_control::message::{self, JobId};
 use shoal_crew::{Table, save_number};
-use shoal_fleet::{Costs, Profile};
-use shoal_model::Chain;
+use shoal_fleet::pace::{AS_PROFILED_PERCENT, paced};
+use shoal_fleet::{Costs, Device, Fleet, Profile};
+use shoal_model::{Chain, Precision};
 use shoal_plan::{Layout, Plan, Purpose, compile_paced};
 use shoal_planner::auto::Request;
 use shoal_planner::breakdown;
@@ -19,6 +20,7 @@ use shoal_state::checkpoint::Store;
 
 use super::description::Description;
 use super::members::{Members, device_name};
+use super::within::Within;
 use crate::assemble::step_shape;
 use crate::error::{CliError, Result};
 use crate::fleet_plan::SURVIVE_DEFAULT;
@@ -29,11 +31,13 @@ const CLAIM: &str = "fleet-job";
 pub struct FleetPlanner {
     /// What layers were measured to take; other kinds of devices are estimated.
     pub profile: Option<Profile>,
+    /// Where jobs' files may lie.
+    pub within: Within,
 }
 
 impl Planner for FleetPlanner {
     fn take(&self, description: &str) -> std::result::Result<(), String> {
-        take(description).map_err(said)
+        take(description, &self.within).map_err(said)
     }
 
     fn plan(&self, question: &Question) -> std::result::Result<Proposal, String> {
@@ -42,7 +46,7 @@ impl Planner for FleetPlanner {
 
     fn keep_checkpoints(&self, _: JobId, description: &str, ids: &[u64]) -> std::result::Result<(), String> {
         let keep = || -> Result {
-            let job = Description::parse(description)?.job()?;
+            let job = Description::parse(description)?.job(&self.within)?;
             let numbers: Vec<u64> = ids.iter().map(|id| save_number(*id)).collect();
             Ok(Store::open_existing_at(&job.checkpoints)?.keep_only(&numbers)?)
         };
@@ -59,8 +63,8 @@ fn said(error: CliError) -> String {
 }
 
 /// Reads a job and claims its run folder: two jobs' checkpoints must not meet.
-fn take(description: &str) -> Result {
-    let job = Description::parse(description)?.new_job()?;
+fn take(description: &str, within: &Within) -> Result {
+    let job = Description::parse(description)?.new_job(within)?;
     let folder = &job.run_folder;
     std::fs::create_dir_all(folder).map_err(CliError::at(folder))?;
     let store = Store::open_at(&job.checkpoints)?;
@@ -82,21 +86,36 @@ fn take(description: &str) -> Result {
 
 impl FleetPlanner {
     fn proposal(&self, question: &Question) -> Result<Proposal> {
-        let job = Description::parse(&question.description)?.job()?;
+        let job = Description::parse(&question.description)?.job(&self.within)?;
         let chain = job.chain();
         let members = Members::new(&question.workers, job.precision.name())?;
         let costs = Costs::new(&chain, &members.fleet, self.profile.as_ref(), job.precision, job.sequence)?;
+        let (fleet, costs) = self.rated(&members, &costs, job.precision);
         let held = question.held.as_ref().map(|(plan, alive)| held(plan, alive)).transpose()?;
         let in_force = held.as_ref().map(|(plan, alive)| InForce { plan, alive });
         let survive = job.survive.unwrap_or(SURVIVE_DEFAULT);
-        let request = Request { survive, ..Request::new(&chain, step_shape(&job), &members.fleet, &costs) };
+        let request = Request { survive, ..Request::new(&chain, step_shape(&job), &fleet, &costs) };
         let found = replan(&request, &members.pace_percent, in_force)
             .map_err(|error| CliError::said(error.to_string(), error.hint()))?;
-        let work_ms = work_ms(&found.plan, &chain, &members, &costs)?;
+        let work_ms = work_ms(&found.plan, &chain, &fleet, &costs)?;
         let move_ms = milliseconds(found.moving.seconds);
         let table = Table { plan: found.plan, work_ms };
         let plan = table.message(&members.workers, milliseconds(found.step_seconds).max(1));
         Ok(Proposal { plan, move_ms })
+    }
+
+    /// Devices as quick as they were measured to be, where their kinds were not profiled.
+    fn rated(&self, members: &Members, costs: &Costs, precision: Precision) -> (Fleet, Costs) {
+        let profiled = |kind: &str| {
+            self.profile.as_ref().is_some_and(|profile| profile.device(kind, precision).is_some())
+        };
+        let devices = members.fleet.devices.iter().zip(&members.rated_percent);
+        let percent = |(device, rated): (&Device, &u32)| match profiled(&device.kind) {
+            true => AS_PROFILED_PERCENT,
+            false => *rated,
+        };
+        let percent: Vec<u32> = devices.map(percent).collect();
+        paced(&members.fleet, costs, &percent)
     }
 }
 
@@ -116,10 +135,10 @@ fn held(plan: &message::Plan, alive: &[message::WorkerId]) -> Result<(Plan, Vec<
     Ok((table, alive))
 }
 
-/// What each device's own work is predicted to take at its kind's usual pace, which is what workers measure theirs against.
-fn work_ms(plan: &Plan, chain: &Chain, members: &Members, costs: &Costs) -> Result<Vec<f64>> {
+/// What each device's own work is predicted to take at its usual pace, which is what workers measure theirs against.
+fn work_ms(plan: &Plan, chain: &Chain, fleet: &Fleet, costs: &Costs) -> Result<Vec<f64>> {
     let layout = Layout::new(plan, chain);
-    let world = FleetWorld::new(&members.fleet, costs, &layout);
+    let world = FleetWorld::new(fleet, costs, &layout);
     let programs = compile_paced(plan, chain, Purpose::Train, &world)?;
     let simulated = simulate(&programs, &layout, &world, Settings::default())?;
     let each = breakdown::of(&programs, &simulated, &layout)?;

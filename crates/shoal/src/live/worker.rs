@@ -22,6 +22,8 @@ use shoal_service::worker_driver::{Engine, Happening};
 use shoal_state::checkpoint::Store;
 
 use super::description::{Description, eval_every_steps};
+use super::rate::measured_rate;
+use super::within::Within;
 use crate::assemble::{self, JobData, LocalDevice};
 use crate::error::{CliError, Result};
 use crate::job::Job;
@@ -39,6 +41,8 @@ pub struct Given {
     pub host_memory_bytes: u64,
     /// For what this worker keeps: prepared data, and state where it may lie on disk.
     pub folder: PathBuf,
+    /// Where jobs' files may lie.
+    pub within: Within,
 }
 
 impl Given {
@@ -49,10 +53,10 @@ impl Given {
             device.budget_bytes = (available * PROCESSOR_SHARE) as u64;
         }
         let host_memory_bytes = host_memory.unwrap_or((available * HOST_SHARE) as u64);
-        Given { device, host_memory_bytes, folder: folder.to_owned() }
+        Given { device, host_memory_bytes, folder: folder.to_owned(), within: Within::anywhere() }
     }
 
-    pub fn about(&self, name: &str, address: SocketAddr, machine: String) -> About {
+    pub fn about(&self, name: &str, address: SocketAddr, machine: String) -> Result<About> {
         let kind = match self.device.gpu {
             Some(_) => catalogue::name(self.device.kind()),
             None => catalogue::CPU.to_owned(),
@@ -62,9 +66,10 @@ impl Given {
             memory_bytes: self.device.budget_bytes,
             workspace_bytes: self.device.offer().workspace_bytes,
             threads: self.device.threads,
+            matrix_flops_per_second: measured_rate(&self.device, &self.folder)?,
             precisions: self.device.precisions().into_iter().map(str::to_owned).collect(),
         };
-        About {
+        Ok(About {
             name: name.to_owned(),
             address,
             machine,
@@ -74,7 +79,7 @@ impl Given {
             network: None,
             dollars_per_hour: 0.0,
             spot: false,
-        }
+        })
     }
 
     pub fn assembler(self) -> Assembler {
@@ -82,7 +87,7 @@ impl Given {
     }
 
     fn assembled(&self, description: &str) -> Result<Assembled> {
-        let job = Description::parse(description)?.job()?;
+        let job = Description::parse(description)?.job(&self.within)?;
         let chain = job.chain();
         self.device.assert_takes(&job)?;
         // Each worker prepares its own: several on one machine do not write into each other's files.

@@ -12,6 +12,7 @@ use crate::job::Job;
 use crate::live::description::Description;
 use crate::live::follow::follow;
 use crate::live::reach;
+use crate::live::within::Within;
 use crate::show::Progress;
 
 /// More than any fleet has: a job takes what helps it.
@@ -23,7 +24,7 @@ pub fn run(options: &Options, url: &str) -> Result {
         return Err(CliError::said("--stop-at and --program are for training on this machine", hint));
     }
     let description = Description::read(&options.job, &options.set)?;
-    let job = description.new_job()?;
+    let job = description.new_job(&Within::anywhere())?;
     let client = reach::client(Some(url))?;
     let number = client.submit(&spec(&job, &description, options))?;
     if options.detach {
@@ -91,13 +92,7 @@ fn detach_on_signals(job: u64) -> Result {
     })
 }
 
-fn report(
-    view: &JobView,
-    loss: Option<f64>,
-    held_out: Option<f64>,
-    job: &Job,
-    json: bool,
-) -> Result {
+fn report(view: &JobView, loss: Option<f64>, held_out: Option<f64>, job: &Job, json: bool) -> Result {
     let folder = job.run_folder.display();
     if json {
         println!("{}", json!({ "job": view, "loss": loss, "eval_loss": held_out, "run": job.run_folder }));

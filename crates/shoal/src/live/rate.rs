@@ -1,0 +1,45 @@
+//! How quick this machine's processor is. The catalogue's figure is one machine's, so a fleet of others would be planned
+//! badly until its steps have shown their paces. Makers' figures of GPUs hold for all of a kind.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use shoal_model::Precision;
+
+use crate::assemble::LocalDevice;
+use crate::error::{CliError, Result};
+
+/// In the worker's folder: the best that was ever measured there. Others may have the cores at any one moment.
+const FILE: &str = "rate.json";
+/// Measurements, a fifth of a second each, where nothing is known.
+const TIMES: usize = 3;
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Measured {
+    threads: usize,
+    instruction_set: String,
+    matrix_flops_per_second: f64,
+}
+
+/// Operations a second in matrix products with the threads that it gives, as `shoal doctor` measures them; none for a GPU.
+pub fn measured_rate(device: &LocalDevice, folder: &Path) -> Result<Option<f64>> {
+    if device.gpu.is_some() {
+        return Ok(None);
+    }
+    let path = folder.join(FILE);
+    let (threads, instruction_set) = (device.threads, device.instruction_set.to_string());
+    // What cannot be read is as good as unknown.
+    let known = std::fs::read_to_string(&path).ok().and_then(|text| serde_json::from_str(&text).ok());
+    let same = |known: &Measured| known.threads == threads && known.instruction_set == instruction_set;
+    let known = known.filter(same).map(|known| known.matrix_flops_per_second);
+    let times = if known.is_some() { 1 } else { TIMES };
+    let mut matrix_flops_per_second = known.unwrap_or(0.0);
+    for _ in 0..times {
+        matrix_flops_per_second = matrix_flops_per_second.max(device.measure_rate(Precision::Fp32)?);
+    }
+    let measured = Measured { threads, instruction_set, matrix_flops_per_second };
+    let text = serde_json::to_string(&measured).expect("plain data is JSON");
+    std::fs::write(&path, text).map_err(CliError::at(&path))?;
+    Ok(Some(matrix_flops_per_second))
+}
