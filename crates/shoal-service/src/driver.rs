@@ -4,8 +4,8 @@
 //! Messages to workers may be dropped where a connection is slow: they are said again until they are heard.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use shoal_control::controller::record::{Change, Record};
@@ -28,8 +28,8 @@ use crate::wire::{Down, StepLine};
 const LOG: &str = "log";
 /// How long a counted step waits for a worker's line before it gets one from its closing sums.
 const LINE_AWAITED_MS: u64 = 3_000;
-/// What is taken in with one flush of the log.
-const AT_ONCE_MAX: usize = 1_000;
+/// What is taken in with one flush of the log: as much as is done in a few milliseconds, since whoever looks waits for it.
+const AT_ONCE_MAX: usize = 200;
 
 /// A worker's connection, as seen from here. Letting go of it ends it.
 pub struct Link {
@@ -78,7 +78,8 @@ pub enum Ask {
         wish: Wish,
         reply: oneshot::Sender<std::result::Result<(), Refusal>>,
     },
-    Look(Look),
+    /// Somebody wants to look.
+    Look,
     Stop,
 }
 
@@ -86,6 +87,14 @@ pub enum Ask {
 #[derive(Clone)]
 pub struct Desk {
     asks: Sender<Ask>,
+    looks: Looks,
+}
+
+/// Those who want to look. They do not wait behind all that workers say: a thousand of them are never silent.
+type Looks = Arc<Mutex<Vec<Look>>>;
+
+fn waiting(looks: &Looks) -> MutexGuard<'_, Vec<Look>> {
+    looks.lock().expect("nobody panics while holding it")
 }
 
 fn ended() -> Refusal {
@@ -115,7 +124,8 @@ impl Desk {
         look: impl FnOnce(Sight) -> T + Send + 'static,
     ) -> std::result::Result<T, Refusal> {
         let (reply, answer) = oneshot::channel();
-        self.tell(Ask::Look(Box::new(move |sight| drop(reply.send(look(sight))))));
+        waiting(&self.looks).push(Box::new(move |sight| drop(reply.send(look(sight)))));
+        self.tell(Ask::Look);
         answer.await.map_err(|_| ended())
     }
 }
@@ -129,6 +139,7 @@ pub struct Driver {
     books: Arc<Books>,
     planners: Planners,
     asks: Receiver<Ask>,
+    looks: Looks,
     links: Links,
     /// Whose every number is or was, for those that are to be told that they are gone.
     names: BTreeMap<WorkerId, String>,
@@ -147,7 +158,8 @@ impl Driver {
         complaints: crate::Complaints,
     ) -> Result<(Driver, Desk, Arc<History>, Arc<Books>)> {
         let (asks, receiver) = channel();
-        let desk = Desk { asks };
+        let looks = Looks::default();
+        let desk = Desk { asks, looks: looks.clone() };
         let answers = desk.clone();
         let answers = Arc::new(move |job, request, answer| {
             answers.tell(Ask::Planned(Event::Planned { job, request, answer }));
@@ -179,6 +191,7 @@ impl Driver {
             books: books.clone(),
             planners,
             asks: receiver,
+            looks,
             links: Links::new(),
             names,
             owed: BTreeMap::new(),
@@ -202,16 +215,27 @@ impl Driver {
                 Ok(ask) => Some(ask),
                 Err(RecvTimeoutError::Timeout) => None,
             };
+            self.show();
             let more: Vec<Ask> = self.asks.try_iter().take(AT_ONCE_MAX).collect();
             if !self.hear_all(first.into_iter().chain(more))? {
                 return Ok(());
             }
+            // Those whose word came with the others'.
+            self.show();
             // Also when there is always something to hear.
             if Instant::now() >= due {
                 due = Instant::now() + every;
                 self.step_all(vec![Event::Tick])?;
                 self.pay_lines();
             }
+        }
+    }
+
+    /// Lets those look who want to. All that there is to see is on the disk.
+    fn show(&self) {
+        let looks = std::mem::take(&mut *waiting(&self.looks));
+        for look in looks {
+            look(Sight { state: self.keeper.state(), links: &self.links, refusals: &self.refusals });
         }
     }
 
@@ -248,9 +272,8 @@ impl Driver {
                     }
                     let _ = reply.send(refusal.map_or(Ok(()), Err));
                 }
-                Ask::Look(look) => {
-                    look(Sight { state: self.keeper.state(), links: &self.links, refusals: &self.refusals });
-                }
+                // They have, or do when all this is on the disk.
+                Ask::Look => {}
                 Ask::Stop => return Ok(false),
             }
         }
