@@ -4,9 +4,10 @@
 
 use std::fmt;
 use std::fs::{self, File};
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
+use crate::direct::DirectFile;
 use crate::error::{Error, Result};
 
 /// Bytes moved by one read or write: large enough for full disk speed, small enough to be ignored in the
@@ -43,7 +44,7 @@ impl Disk for RealDisk {
     }
 
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn DiskFile>> {
-        Ok(Box::new(File::create_new(path)?))
+        Ok(Box::new(DirectFile::create(path)?))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
@@ -65,16 +66,6 @@ impl Disk for RealDisk {
             Err(cause) if matches!(cause.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => Ok(()),
             other => other,
         }
-    }
-}
-
-impl DiskFile for File {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        Write::write(self, bytes)
-    }
-
-    fn sync(&mut self) -> io::Result<()> {
-        self.sync_all()
     }
 }
 

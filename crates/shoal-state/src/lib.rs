@@ -6,13 +6,14 @@
 //!   corrupt ones are noticed by their hashes and never read.
 //! - [`hugging_face`]: model folders as `transformers` loads and saves them.
 //! - `disk`: every operation that changes a disk, behind one interface, so that tests can run out of space
-//!   or lose power at each of them.
+//!   or lose power at each of them; `direct`: the files that it writes, past the page cache.
 //!
 //! All sizes and contents that come from a file are checked before they are used, and nothing here holds
 //! more of a file in memory than its header and one chunk. Failures are [`Error`]s: the message names the
 //! file and the tensor, [`Error::hint`] says what to do.
 
 pub mod checkpoint;
+mod direct;
 mod disk;
 mod error;
 #[cfg(test)]

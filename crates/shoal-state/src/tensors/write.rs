@@ -119,12 +119,15 @@ impl TensorLayout {
 /// Hands floats on as the bytes that a file has, some at a time.
 pub(crate) fn floats(data: &[f32], mut take: impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
     const WIDTH: usize = size_of::<f32>();
-    let mut chunk = vec![0; CHUNK_BYTES.min(size_of_val(data))];
+    let mut chunk = Vec::new();
     for some in data.chunks(CHUNK_BYTES / WIDTH) {
-        let bytes = &mut chunk[..some.len() * WIDTH];
-        let (words, _) = bytes.as_chunks_mut::<WIDTH>();
-        words.iter_mut().zip(some).for_each(|(word, value)| *word = value.to_le_bytes());
-        take(bytes)?;
+        if cfg!(target_endian = "little") {
+            take(bytemuck::cast_slice(some))?;
+            continue;
+        }
+        chunk.clear();
+        chunk.extend(some.iter().flat_map(|value| value.to_le_bytes()));
+        take(&chunk)?;
     }
     Ok(())
 }
