@@ -13,7 +13,7 @@ use shoal_engine::metrics::StepRecord;
 use shoal_engine::stepping::is_shared;
 use shoal_engine::{EngineError, StepInput, StepOutcome};
 use shoal_model::Chain;
-use shoal_plan::{Layout, Plan, Program, Purpose, compile, verify};
+use shoal_plan::{Layout, Op, Plan, Program, Purpose, compile, verify};
 
 use crate::assembly::Assembled;
 use crate::error::{CrewError, Result};
@@ -59,13 +59,17 @@ impl Assembled {
 }
 
 impl Hands {
-    /// Measures held-out loss, if it is due after the steps that are done, and adds it to the last one's record. Everyone
-    /// of the plan comes here after the same steps.
-    pub(crate) fn measure(&mut self, epoch: Epoch, record: &mut StepRecord) -> Result {
-        if let Some(outcome) = self.evaluate(epoch)? {
-            (record.eval_loss, record.eval_accuracy) = (Some(outcome.loss()), outcome.accuracy());
+    /// Measures held-out loss, if it is due after the steps that are done, and tells what the last one came to. Everyone of
+    /// the plan comes here after the same steps.
+    pub(crate) fn measure(&mut self, epoch: Epoch, record: StepRecord) -> Result {
+        let measured = self.evaluate(epoch);
+        match &measured {
+            Ok(Measured::Whole(outcome)) => self.tell_record(epoch, Some(with(record, outcome))),
+            // Others tell more of it.
+            Ok(Measured::Elsewhere) => {}
+            Ok(Measured::NotDue) | Err(_) => self.tell_record(epoch, Some(record)),
         }
-        Ok(())
+        measured.map(drop)
     }
 
     /// Measures what a plan before this one may have left unmeasured. Only those who have the step's record tell of it, but
@@ -73,10 +77,9 @@ impl Hands {
     pub(crate) fn make_up(&mut self, epoch: Epoch) -> Result {
         let step = self.shares.get(&epoch).ok_or(CrewError::Stopped)?.step;
         let left = self.unmeasured.take().filter(|record| record.step == step);
-        let Some(outcome) = self.evaluate(epoch)? else { return Ok(()) };
-        if let Some(mut record) = left {
-            (record.eval_loss, record.eval_accuracy) = (Some(outcome.loss()), outcome.accuracy());
-            self.tell_record(epoch, Some(record));
+        let measured = self.evaluate(epoch)?;
+        if let (Measured::Whole(outcome), Some(record)) = (measured, left) {
+            self.tell_record(epoch, Some(with(record, &outcome)));
         }
         Ok(())
     }
@@ -90,24 +93,39 @@ impl Hands {
         self.crewed.tell_step(self.job, epoch, record);
     }
 
-    fn evaluate(&mut self, epoch: Epoch) -> Result<Option<StepOutcome>> {
+    fn evaluate(&mut self, epoch: Epoch) -> Result<Measured> {
         let assembled = self.assembled.as_ref().ok_or(CrewError::Stopped)?;
         let share = self.shares.get_mut(&epoch).ok_or(CrewError::Stopped)?;
-        let due = assembled.held_out.as_ref().filter(|_| assembled.measures(share.step));
-        due.map(|held_out| evaluate(share, &assembled.chain, &held_out.data)).transpose()
+        match assembled.held_out.as_ref().filter(|_| assembled.measures(share.step)) {
+            Some(held_out) => evaluate(share, &assembled.chain, &held_out.data),
+            None => Ok(Measured::NotDue),
+        }
     }
 }
 
-fn evaluate(share: &mut Share, chain: &Chain, data: &Dataset) -> Result<StepOutcome> {
+/// What a worker knows of a held-out loss.
+enum Measured {
+    NotDue,
+    Whole(StepOutcome),
+    /// Some of the sums were made without this worker: it computes none of those samples and keeps no state.
+    Elsewhere,
+}
+
+fn with(record: StepRecord, outcome: &StepOutcome) -> StepRecord {
+    StepRecord { eval_loss: Some(outcome.loss()), eval_accuracy: outcome.accuracy(), ..record }
+}
+
+fn evaluate(share: &mut Share, chain: &Chain, data: &Dataset) -> Result<Measured> {
     let order = Order::new(data.len(), 0, false);
     let (step, batch) = (share.step, share.plan.global_batch as u64);
-    let (mut whole, mut first) = (StepOutcome::default(), 0);
+    let (mut whole, mut first, mut knows) = (StepOutcome::default(), 0, true);
     while first < data.len() {
         let samples = batch.min(data.len() - first) as usize;
         let compiled = program(share, chain, samples)?;
         let (plan, program) = &*compiled;
         let layout = Layout::new(plan, chain);
         let layout = is_shared(&layout, program).then_some(&layout);
+        knows &= program.instructions.iter().any(|next| matches!(next.op, Op::SumLoss));
         let window = Window { data, order: &order, first };
         let executor = share.executor().ok_or(CrewError::Stopped)?;
         executor.set_traces(false);
@@ -117,7 +135,7 @@ fn evaluate(share: &mut Share, chain: &Chain, data: &Dataset) -> Result<StepOutc
         whole.correct = outcome.correct.map(|correct| correct + whole.correct.unwrap_or(0));
         first += samples as u64;
     }
-    Ok(whole)
+    Ok(if knows { Measured::Whole(whole) } else { Measured::Elsewhere })
 }
 
 /// What this worker does for so many samples under its share's plan.

@@ -136,7 +136,7 @@ impl Hands {
             let outcome = terms.train(executor, work, step, loss_scale)?;
             let traced = executor.take_traced();
             let standing = executor.standing()?;
-            let mut record = share.complete(&terms, &outcome);
+            let record = share.complete(&terms, &outcome);
             let own = timed.then(|| OwnWork::of(&program, &traced));
             if let Some(own) = &own {
                 own.add_to(&mut share.spent, every);
@@ -144,9 +144,7 @@ impl Hands {
             let pace = own.zip(share.work_ms).map(|(own, work_ms)| (step, percent(own.total_ms(), work_ms)));
             let spent = share.spent;
             // Before anyone hears of the step, so that its line is whole when it counts.
-            let measured = self.measure(epoch, &mut record);
-            self.tell_record(epoch, Some(record));
-            measured?;
+            self.measure(epoch, record)?;
             self.tell(EngineEvent::Moved { epoch, standing, pace, spent });
             self.look(epoch, bounds, brake, later);
         }

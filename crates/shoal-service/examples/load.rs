@@ -22,7 +22,7 @@ use shoal_service::access::Access;
 use shoal_service::client::Client;
 use shoal_service::clock::{unix_ms, up_ms};
 use shoal_service::membership;
-use shoal_service::planning::{Planner, Question};
+use shoal_service::planning::{Planner, Question, Unfit};
 use shoal_service::server::{Controller, Options};
 use shoal_service::wire::{self, Down, StepLine, Up};
 use shoal_service::{tls, uplink};
@@ -87,7 +87,7 @@ fn processor_seconds() -> f64 {
 struct Even;
 
 impl Planner for Even {
-    fn take(&self, _: &str) -> Result<(), String> {
+    fn take(&self, _: &str) -> Result<(), Unfit> {
         Ok(())
     }
 

@@ -295,7 +295,7 @@ impl Api {
         spec.check().map_err(|error| bad(error.to_string()))?;
         let (api, description) = (self.clone(), spec.description.clone());
         let taken = blocking(move || api.planner.take(&description)).await?;
-        taken.map_err(|why| Refusal::new(422, "description", why))?;
+        taken.map_err(|unfit| Refusal { hint: unfit.hint, ..Refusal::new(422, "description", unfit.why) })?;
         let job = self.desk.submit(spec).await?;
         Ok(said(&json!({ "job": job })))
     }

@@ -13,12 +13,19 @@ const PLANNERS_MAX: usize = 2;
 
 /// What the controller needs of those who know what jobs and plans are.
 pub trait Planner: Send + Sync + 'static {
-    /// Reads a job and takes it on, or says why not.
-    fn take(&self, description: &str) -> Result<(), String>;
+    /// Reads a job and takes it on, or says why not, and what may be done about it.
+    fn take(&self, description: &str) -> Result<(), Unfit>;
     /// The best plan for a job on these workers, or why there is none.
     fn plan(&self, question: &Question) -> Result<Proposal, String>;
     /// All other checkpoints of the job, whole or not, may be removed.
     fn keep_checkpoints(&self, job: JobId, description: &str, ids: &[u64]) -> Result<(), String>;
+}
+
+/// Why a job is not taken on.
+#[derive(Clone, Debug)]
+pub struct Unfit {
+    pub why: String,
+    pub hint: Option<String>,
 }
 
 #[derive(Clone, Debug)]

@@ -441,7 +441,8 @@ impl Controller {
         if let Some(save) = &job.saving {
             return self.end_save(id, job, save);
         }
-        if !job.is_saved() && !(job.has_failed() && job.unsaved >= SAVE_TRIES_MAX) {
+        let gives_up = job.has_failed() && job.unsaved >= SAVE_TRIES_MAX;
+        if !job.is_saved() && !gives_up {
             return self.begin_save(job, plan, job.committed);
         }
         match self.makes_room(job) && job.is_saved() {

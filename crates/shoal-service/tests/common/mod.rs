@@ -21,7 +21,7 @@ use shoal_service::Complaints;
 use shoal_service::client::Client;
 use shoal_service::http::{Answer, Call, Target, block_on, exchange};
 use shoal_service::membership::Membership;
-use shoal_service::planning::{Planner, Question};
+use shoal_service::planning::{Planner, Question, Unfit};
 use shoal_service::server::{Controller, Options};
 use shoal_service::wire::StepLine;
 use shoal_service::worker_driver::{Engine, Happening, Lease, Notable, WorkerDriver};
@@ -31,8 +31,9 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct OneWorker;
 
 impl Planner for OneWorker {
-    fn take(&self, description: &str) -> Result<(), String> {
-        (description != "unreadable").then_some(()).ok_or_else(|| "it cannot be read".into())
+    fn take(&self, description: &str) -> Result<(), Unfit> {
+        let unfit = || Unfit { why: "it cannot be read".into(), hint: None };
+        (description != "unreadable").then_some(()).ok_or_else(unfit)
     }
 
     fn plan(&self, question: &Question) -> Result<Proposal, String> {

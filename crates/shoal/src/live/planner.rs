@@ -14,7 +14,7 @@ use shoal_plan::{Layout, Plan, Purpose, compile_paced};
 use shoal_planner::auto::Request;
 use shoal_planner::breakdown;
 use shoal_planner::replan::{InForce, replan};
-use shoal_service::planning::{Planner, Question};
+use shoal_service::planning::{Planner, Question, Unfit};
 use shoal_sim::{FleetWorld, Settings, simulate};
 use shoal_state::checkpoint::Store;
 
@@ -36,8 +36,9 @@ pub struct FleetPlanner {
 }
 
 impl Planner for FleetPlanner {
-    fn take(&self, description: &str) -> std::result::Result<(), String> {
-        take(description, &self.within).map_err(said)
+    fn take(&self, description: &str) -> std::result::Result<(), Unfit> {
+        let unfit = |error: CliError| Unfit { why: error.to_string(), hint: error.hint() };
+        take(description, &self.within).map_err(unfit)
     }
 
     fn plan(&self, question: &Question) -> std::result::Result<Proposal, String> {
