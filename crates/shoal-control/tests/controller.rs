@@ -389,3 +389,59 @@ fn a_machine_that_does_not_help_one_job_goes_to_the_next() {
     let records = fleet.answer(60, 0);
     assert!(matches!(changes(&records)[0], (2, Change::Stopping { why: Why::Pays, .. })), "{records:?}");
 }
+
+/// A job of two workers that has come to a dead end after its first step, of which both have said.
+fn dead_end() -> Fleet {
+    let mut fleet = pair();
+    for worker in [1, 2] {
+        let standing = Standing { closing: closing(0), ..Standing::at(1) };
+        fleet.status(worker, 1).dead_end = Some((Epoch(1), "step 1: the loss is NaN".into()));
+        let part = fleet.status(worker, 1).part.as_mut().expect("runs");
+        (part.stage, part.standing, part.culprit) = (Stage::Stopped, standing, Some(WorkerId(3 - worker)));
+        fleet.report(worker);
+    }
+    fleet
+}
+
+#[test]
+fn a_dead_end_fails_the_job_where_it_stands_and_blames_nobody() {
+    let mut fleet = dead_end();
+    let told = changes(&fleet.records);
+    let reason = "step 1: the loss is NaN".to_owned();
+    assert_eq!(
+        told.iter().filter(|(_, change)| *change == Change::DeadEnd { reason: reason.clone() }).count(),
+        1
+    );
+    let (_, last) = told.last().expect("something");
+    let Change::SaveBegun { save, .. } = last else { panic!("{told:?}") };
+    assert_eq!(save.checkpoint.step, 1);
+    for worker in [1, 2] {
+        fleet.status(worker, 1).saved = Some(Saved { id: save.checkpoint.id, done: true, cost_ms: 1 });
+        fleet.report(worker);
+    }
+    let job = &fleet.controller.state().jobs[&JobId(1)];
+    assert_eq!((&job.phase, job.committed, job.saved_step()), (&Phase::Resting(Rest::Failed), 1, 1));
+    assert_eq!(job.failure, Some(reason));
+    let blamed = |record: &Record| matches!(record, Record::Quarantined { .. });
+    assert!(!fleet.records.iter().any(blamed), "{:?}", fleet.records);
+    assert!(fleet.asked.is_empty(), "another plan was asked for");
+    let resumed = fleet.step(Event::Wish { job: JobId(1), wish: Wish::Run });
+    assert!(
+        matches!(changes(&resumed)[..], [(1, Change::Wished { .. }), (1, Change::Asked { .. })]),
+        "{resumed:?}"
+    );
+}
+
+#[test]
+fn a_dead_end_that_cannot_be_saved_is_not_saved_for_ever() {
+    let mut fleet = dead_end();
+    let mut saves = 0;
+    while let Some(save) = fleet.controller.state().jobs[&JobId(1)].saving.clone() {
+        saves += 1;
+        assert!(saves < 10, "it is tried again and again");
+        fleet.status(1, 1).saved = Some(Saved { id: save.checkpoint.id, done: false, cost_ms: 1 });
+        fleet.report(1);
+    }
+    let job = &fleet.controller.state().jobs[&JobId(1)];
+    assert_eq!((&job.phase, job.committed, saves), (&Phase::Resting(Rest::Failed), 0, 3));
+}

@@ -30,7 +30,7 @@ const SEED: u64 = 11;
 const TEXT: &str = "text.txt";
 const HELD_OUT: &str = "held-out.txt";
 /// Enough of them that a worker can be killed in their midst.
-const HELD_OUT_BATCHES: usize = 100;
+const HELD_OUT_BATCHES: usize = 50;
 
 /// What the controller is given, and engines read.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -361,18 +361,23 @@ fn not_a_number() {
 
 /// Held-out losses are those of one device, whatever the plan; and whoever is killed while they are measured costs no step.
 fn held_out() {
-    let every = 10;
+    let (every, kills) = (20, 2);
     let mut broken_off = 0;
     for shape in 0..3 {
         let mut course =
             Course::of(3, shape, 1_000, |usual| Description { eval_every: Some(every), ..usual });
-        for kill in 1..=3 {
+        for kill in 1..=kills {
             let fleet = &mut course.fleet;
-            // The next step is the one that is measured, which takes longer than the step.
-            fleet.until("a step", |fleet| fleet.losses.contains_key(&(every * kill - 1)));
-            (0..6).for_each(|_| fleet.pass());
-            let victim = fleet.members().last().cloned();
-            if let Some(victim) = victim {
+            let told_of = |step: u64| move |fleet: &Fleet| fleet.losses.contains_key(&step);
+            fleet.until("a step", told_of(every * kill - 5));
+            let began = Instant::now();
+            fleet.until("the last one before", told_of(every * kill - 1));
+            // Half a step after the end of the next one, whose loss is told when what is held out has been measured.
+            let (seen, step) = (Instant::now(), began.elapsed() / 4);
+            while seen.elapsed() < step + step / 2 {
+                fleet.pass();
+            }
+            if let Some(victim) = fleet.members().last().cloned() {
                 fleet.kill(&victim);
                 fleet.add(&format!("n{kill}"));
             }
@@ -383,5 +388,5 @@ fn held_out() {
         broken_off += fleet.unmeasured.iter().filter(|step| step.is_multiple_of(every)).count();
     }
     assert!(broken_off > 0, "nobody was killed while held-out loss was measured");
-    println!("  {broken_off} of 9 deaths came while it was measured");
+    println!("  {broken_off} of {} deaths came while it was measured", 3 * kills);
 }
