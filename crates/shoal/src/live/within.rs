@@ -129,6 +129,7 @@ mod tests {
         let checks = |text: &str| within.check(&file, text).is_ok();
         let inside = outer.path().join("in/model").display().to_string();
         assert!(checks(&text("a.txt", "bytes", &inside, "runs/new/one", "b.txt")));
+        #[cfg(feature = "object-store")]
         assert!(checks(&text("a.txt", "bytes", "m", "s3://bucket/run", "b.txt")));
         for elsewhere in
             ["/etc/passwd", "../other/x", "out/x", "dangling", "dangling/x", "nothing/../../other", "..", "/"]
