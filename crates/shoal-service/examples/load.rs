@@ -31,6 +31,8 @@ use tokio_tungstenite::tungstenite::Message;
 const STEP_MS: u64 = 1_000;
 /// Between two looks of whoever watches.
 const PS_EVERY: Duration = Duration::from_millis(50);
+/// No record has this number.
+const NEVER: u64 = 1 << 50;
 
 fn main() {
     let mut arguments = std::env::args().skip(1);
@@ -138,28 +140,31 @@ fn fleet(access: &Path, workers: usize, jobs: usize, seconds: u64) {
     wait("jobs", Box::new(|| running() == jobs));
     println!("begin");
     let counted = |client: &Client| client.jobs().expect("jobs").iter().map(|job| job.step).sum::<u64>();
-    let (began, before, mut took) = (Instant::now(), counted(&client), Vec::new());
+    let (began, before, mut took, mut bare) = (Instant::now(), counted(&client), Vec::new(), Vec::new());
     while began.elapsed() < Duration::from_secs(seconds) {
         let asked = Instant::now();
         client.jobs().expect("jobs");
         client.workers().expect("workers");
         took.push(asked.elapsed().as_secs_f64() * 1e3);
+        // One that the controller's thread has no part in: what connecting and waiting for a core take.
+        let asked = Instant::now();
+        client.events(NEVER, false).expect("no events");
+        bare.push(asked.elapsed().as_secs_f64() * 1e3);
         std::thread::sleep(PS_EVERY);
     }
     println!("end");
-    took.sort_by(f64::total_cmp);
-    let at = |share: f64| took[((took.len() - 1) as f64 * share) as usize];
     let steps = (counted(&client) - before) as f64 / began.elapsed().as_secs_f64();
     let alive = client.workers().expect("workers").len();
     println!("{workers} workers ({alive} alive at the end), {jobs} jobs, {steps:.0} steps counted a second");
-    println!(
-        "ps of {} questions: p50 {:.1} ms, p99 {:.1} ms, most {:.1} ms",
-        took.len(),
-        at(0.5),
-        at(0.99),
-        at(1.0)
-    );
+    println!("ps, two questions: {}", spread(took));
+    println!("beside it one that is answered without the controller's thread: {}", spread(bare));
     runtime.shutdown_background();
+}
+
+fn spread(mut took: Vec<f64>) -> String {
+    took.sort_by(f64::total_cmp);
+    let at = |share: f64| took[((took.len() - 1) as f64 * share) as usize];
+    format!("p50 {:.1} ms, p99 {:.1} ms, most {:.1} ms of {}", at(0.5), at(0.99), at(1.0), took.len())
 }
 
 fn spec(number: usize, workers: usize) -> JobSpec {
