@@ -2,10 +2,11 @@
 //!
 //! - [`description`]: a job as it travels.
 //! - [`planner`]: plans for the workers that are there; [`members`], the fleet that they make.
-//! - [`worker`]: a worker's device, and a job's parts on it.
+//! - [`worker`]: a worker's device, and a job's parts on it; [`drill`], the faults that it does to itself when asked.
 //! - [`reach`] and [`follow`]: how commands find a controller, and follow a job.
 
 pub mod description;
+pub mod drill;
 pub mod follow;
 pub mod members;
 pub mod planner;
