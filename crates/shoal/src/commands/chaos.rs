@@ -189,12 +189,12 @@ fn order(
             ));
         }
         let workers = patiently(|| client.workers())?;
-        let candidates = candidates(&view, &workers, &options.worker)?;
-        let leaves_one = workers.iter().filter(|worker| worker.connected).count() > 1;
         if drill == Drill::Kill && workers.len() < 2 {
             let what = "a kill would leave the job without any worker";
             return Err(CliError::said(what, "have another one join first: `shoal token` shows how"));
         }
+        let candidates = candidates(&view, &workers, &options.worker)?;
+        let leaves_one = workers.iter().filter(|worker| worker.connected).count() > 1;
         if !candidates.is_empty() && (leaves_one || drill != Drill::Kill) {
             let worker = candidates[random.below(candidates.len())];
             match client.drill(worker.worker, drill) {
