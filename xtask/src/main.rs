@@ -1,6 +1,7 @@
 //! `cargo xtask test`, `bench` and `gpu-bundle`: everything a contributor or CI runs, in one place.
 
 mod bench;
+mod fleet;
 mod gpu_bundle;
 mod lab;
 mod namespaces;
@@ -18,6 +19,8 @@ cargo xtask bench checkpoint
 cargo xtask bench lab    predicted steps beside measured ones, on fleets of played devices; two quiet cores
 cargo xtask bench namespaces
                          a pipeline beside data parallel over 1 Gbit/s between network namespaces; Linux, root
+cargo xtask bench fleet  a live fleet of four workers on loopback whose processes are killed, frozen and cut off, beside one
+                         device that nothing happens to: [--model tiny|mini] [--fault kill|freeze|cut] [--count N] [--seed N]
 cargo xtask gpu-bundle   target/gpu-bundle: tests and the binary for a GPU machine without Rust or network";
 
 fn main() -> ExitCode {
@@ -34,6 +37,7 @@ fn main() -> ExitCode {
         }
         ["bench", "lab"] => lab::bench(),
         ["bench", "namespaces"] => namespaces::bench(),
+        ["bench", "fleet", ref options @ ..] => fleet::bench(options),
         ["gpu-bundle"] => gpu_bundle::build(),
         _ => Err(USAGE.to_owned()),
     };

@@ -31,6 +31,9 @@ pub struct About {
     pub dollars_per_hour: f64,
     #[serde(default)]
     pub spot: bool,
+    /// Whether the fleet's owner may order faults on it.
+    #[serde(default)]
+    pub drills: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -85,6 +88,7 @@ mod tests {
             network: Some((1e9, 1e-4)),
             dollars_per_hour: 0.5,
             spot: true,
+            drills: true,
         };
         assert_eq!(About::parse(&about.text()).unwrap(), about);
         for text in ["", "{}", "7", &about.text().replace("127.0.0.1", "nowhere")] {

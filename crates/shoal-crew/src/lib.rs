@@ -21,6 +21,7 @@
 //! - `save`: this worker's part of a checkpoint.
 //! - `peers`: who they are and where they are reached.
 //! - `brake`: how what is under way is stopped from outside.
+//! - [`slowness`]: how a worker is slowed down for a drill.
 //!
 //! # What holds
 //!
@@ -41,6 +42,7 @@ mod peers;
 mod run;
 mod save;
 mod share;
+pub mod slowness;
 pub mod table;
 mod transfer;
 
@@ -61,6 +63,7 @@ use brake::Task;
 pub use error::CrewError;
 use hands::Hands;
 pub use save::save_number;
+pub use slowness::Slowness;
 pub use table::Table;
 
 /// Whether anything may run here now: the worker's lease. It is asked before each instruction.
@@ -106,6 +109,7 @@ pub struct Outlets {
 /// What all of a crew's threads use.
 struct Crewed {
     setup: Setup,
+    slowness: Arc<Slowness>,
     events: Sender<(JobId, EngineEvent)>,
     steps: Sender<StepDone>,
     notices: Sender<Notice>,
@@ -145,9 +149,14 @@ pub struct Crew {
 impl Crew {
     pub fn new(setup: Setup) -> (Crew, Outlets) {
         let ((events, event), (steps, step), (notices, notice)) = (channel(), channel(), channel());
-        let crewed = Arc::new(Crewed { setup, events, steps, notices });
+        let crewed = Arc::new(Crewed { setup, slowness: Arc::default(), events, steps, notices });
         let crew = Crew { crewed, jobs: Mutex::default() };
         (crew, Outlets { events: event, steps: step, notices: notice })
+    }
+
+    /// By which it is slowed down for drills.
+    pub fn slowness(&self) -> Arc<Slowness> {
+        self.crewed.slowness.clone()
     }
 
     /// Has something done; what comes of it is told by events.

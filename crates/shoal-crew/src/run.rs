@@ -16,6 +16,7 @@ use crate::brake::{Brake, Stops};
 use crate::error::{CrewError, Result};
 use crate::hands::{Hands, order_of, terms_of};
 use crate::peers::Purpose;
+use crate::slowness::Stretch;
 
 /// How far a run is to go.
 struct Bounds {
@@ -117,6 +118,8 @@ impl Hands {
         let layout = is_shared(&layout, &self.shares[&epoch].program).then_some(&layout);
         let order = order_of(self.assembled()?);
         self.make_up(epoch)?;
+        let played = self.assembled()?.paced.as_ref().map(|paced| paced(&plan, &self.shares[&epoch].program));
+        let mut stretch = Stretch::new(played);
         loop {
             self.save_if_there();
             let assembled = self.assembled.as_ref().ok_or(CrewError::Stopped)?;
@@ -126,18 +129,25 @@ impl Hands {
             }
             let (step, loss_scale) = (share.step, share.loss_scale);
             let every = assembled.timed_every.max(1);
-            let timed = step.is_multiple_of(every);
+            let times = self.crewed.slowness.times();
+            let timed = step.is_multiple_of(every) || stretch.lacks(times);
             let terms = terms_of(assembled, &order);
             share.began = Instant::now();
             let program = share.program.clone();
             let executor = share.executor().ok_or(CrewError::Stopped)?;
             executor.set_traces(timed);
+            if let Some(durations) = stretch.change(times) {
+                executor.set_pace(durations);
+            }
             let work = Work { plan: &plan, program: &program, layout };
             let outcome = terms.train(executor, work, step, loss_scale)?;
             let traced = executor.take_traced();
             let standing = executor.standing()?;
             let record = share.complete(&terms, &outcome);
             let own = timed.then(|| OwnWork::of(&program, &traced));
+            if timed {
+                stretch.learn(&program, &traced);
+            }
             if let Some(own) = &own {
                 own.add_to(&mut share.spent, every);
             }

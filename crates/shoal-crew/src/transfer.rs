@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use shoal_control::message::WorkerId;
 use shoal_engine::error::Result as EngineResult;
-use shoal_engine::state::PARAMETER;
+use shoal_engine::state::{Held, PARAMETER};
 use shoal_engine::{EngineError, LossScale, ModelState, Tiers};
 use shoal_model::{Chain, Precision, TensorSpec};
 use shoal_net::{Fabric, Tag};
@@ -140,7 +140,11 @@ impl Transfer {
                         last: None,
                         first: None,
                     };
-                    let whole: Vec<bool> = state.tensors.iter().map(|held| held.slices.len() == 1).collect();
+                    // Whose values are asked for once: a copy beside a slice on the host asks again.
+                    let once = |held: &Held| {
+                        held.slices.len() == 1 && (held.copy.is_none() || held.whole().is_some())
+                    };
+                    let whole: Vec<bool> = state.tensors.iter().map(once).collect();
                     let read = |spec: &TensorSpec, role: &'static str, range, out: &mut [f32]| {
                         gathering.read(spec, role, range, out, &whole)
                     };

@@ -43,11 +43,14 @@ pub struct Fabric {
     /// By rank; none for the worker itself.
     links: Vec<Option<Box<dyn Link>>>,
     /// Says goodbye when the fabric is dropped.
-    _leave: Box<dyn Leave>,
+    leave: Box<dyn Leave>,
 }
 
 /// What ends a worker's part in a fabric in good order when it is dropped.
-pub(crate) trait Leave: Send + Sync {}
+pub(crate) trait Leave: Send + Sync {
+    /// Ends every connection at once, as a cut cable does. What has no connections has nothing to cut.
+    fn sever(&self) {}
+}
 
 struct LeaveWorld {
     world: Arc<World>,
@@ -76,7 +79,7 @@ impl Fabric {
         links: Vec<Option<Box<dyn Link>>>,
         leave: Box<dyn Leave>,
     ) -> Fabric {
-        Fabric { rank, names, fate, missed: OnceLock::new(), links, _leave: leave }
+        Fabric { rank, names, fate, missed: OnceLock::new(), links, leave }
     }
 
     pub fn rank(&self) -> usize {
@@ -141,6 +144,11 @@ impl Fabric {
     /// Ends the fabric: everyone who waits, here and at the peers, ends with this reason and this worker's name.
     pub fn abort(&self, reason: &str) {
         self.fate.fail(Error::Aborted { by: self.names[self.rank].clone(), reason: reason.to_owned() });
+    }
+
+    /// Ends all of its connections without a word: peers find them closed, and so does this worker.
+    pub(crate) fn sever(&self) {
+        self.leave.sever();
     }
 
     /// The failure that ended the fabric, if there was one.

@@ -136,7 +136,15 @@ struct Tcp {
     threads: Vec<JoinHandle<()>>,
 }
 
-impl Leave for Tcp {}
+impl Leave for Tcp {
+    fn sever(&self) {
+        self.peers.iter().for_each(|peer| peer.sever());
+        // Only now: what ends here is told to whoever can still be reached.
+        if let Some(peer) = self.peers.first() {
+            peer.lost("the connection was cut".to_owned());
+        }
+    }
+}
 
 impl Drop for Tcp {
     fn drop(&mut self) {

@@ -104,6 +104,37 @@ fn who_is_missing_is_told_by_rank_and_joining_can_be_given_up() {
 }
 
 #[test]
+fn a_worker_that_is_cut_off_is_lost_to_all_and_comes_back() {
+    for secure in [false, true] {
+        let receptions = receptions(3, secure);
+        let join_all = |fabric: u128| -> Vec<Arc<Fabric>> {
+            std::thread::scope(|scope| {
+                let receptions = &receptions;
+                let joining: Vec<_> = (0..3)
+                    .map(|rank| scope.spawn(move || join(&receptions[rank], seat(receptions, rank, fabric))))
+                    .collect();
+                joining.into_iter().map(|joined| joined.join().expect("it joins")).collect()
+            })
+        };
+        let before = join_all(1);
+        let cut = std::time::Instant::now();
+        let lasting = Duration::from_millis(400);
+        receptions[1].cut(lasting);
+        let told = |rank: usize, from: usize| before[rank].receive(from, Tag(1), &mut [0; 8]);
+        assert!(matches!(told(0, 1), Err(Error::PeerLost { rank: 1, .. })), "{:?}", told(0, 1));
+        assert!(matches!(told(2, 1), Err(Error::PeerLost { rank: 1, .. })), "{:?}", told(2, 1));
+        assert!(matches!(told(1, 0), Err(Error::PeerLost { .. })), "{:?}", told(1, 0));
+        // Whoever asks for it meanwhile waits until it is over.
+        let after = join_all(2);
+        assert!(cut.elapsed() >= lasting);
+        after[1].send(0, Tag(1), &[7; 8]).expect("sent");
+        let mut got = [0; 8];
+        after[0].receive(1, Tag(1), &mut got).expect("received");
+        assert_eq!(got, [7; 8]);
+    }
+}
+
+#[test]
 fn a_worker_under_another_name_is_refused() {
     let authority = Authority::new().expect("an authority");
     let open = |name: &str| {

@@ -17,12 +17,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use shoal_control::Settings;
 use shoal_control::controller::state::{JobSpec, Wish};
-use shoal_control::message::JobId;
+use shoal_control::message::{JobId, WorkerId};
 use shoal_net::identity::{Authority, bears_name, server_name};
 
 use crate::books::Books;
 use crate::channel;
 use crate::clock::unix_ms;
+use crate::drill::{self, Drill};
 use crate::driver::{Desk, no_such_job};
 use crate::error::{Error, Refusal};
 use crate::folder::Folder;
@@ -96,6 +97,15 @@ pub struct JoinRequest {
 pub struct JoinAnswer {
     pub certificate: String,
     pub authority: String,
+}
+
+/// A drill that is on its way.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct DrillAnswer {
+    /// Of the worker.
+    pub name: String,
+    /// Milliseconds since 1970, by the clock of the controller's records.
+    pub at_ms: u64,
 }
 
 type Answer<T = Response> = std::result::Result<T, Refusal>;
@@ -255,7 +265,7 @@ impl Api {
     }
 
     async fn answer_owner(self: &Arc<Self>, route: &'static Route, parts: &mut Parts, body: Body) -> Answer {
-        let job = job_of(route, parts).await?;
+        let job = JobId(number_of(route, parts, "job").await?);
         let query = parts.uri.query().unwrap_or_default();
         let wrong_query = || bad("the query has something that this route does not know");
         if route.query.is_empty() && !query.is_empty() {
@@ -264,6 +274,12 @@ impl Api {
         let following = || guard::numbers(query, ["after", "wait_ms"]).ok_or_else(wrong_query);
         match route.endpoint {
             Endpoint::Workers => Ok(said(&json!({ "workers": self.desk.look(view::workers).await? }))),
+            Endpoint::Drill => {
+                let worker = WorkerId(number_of(route, parts, "worker").await?);
+                let drill = read::<Drill>(parts, body).await?.check()?;
+                let name = self.desk.look(move |sight| drill::order(sight, worker, drill)).await??;
+                Ok(said(&DrillAnswer { name, at_ms: unix_ms() }))
+            }
             Endpoint::Jobs => Ok(said(&json!({ "jobs": self.desk.look(view::jobs).await? }))),
             Endpoint::Job => {
                 let view = self.desk.look(move |sight| view::job(sight, job)).await?;
@@ -380,14 +396,15 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) 
     tokio::task::spawn_blocking(work).await.map_err(failed)
 }
 
-async fn job_of(route: &Route, parts: &mut Parts) -> Answer<JobId> {
-    if !route.path.contains("{job}") {
-        return Ok(JobId(0));
+/// The number in a route's path; zero where there is none.
+async fn number_of(route: &Route, parts: &mut Parts, of: &str) -> Answer<u64> {
+    if !route.path.contains(&format!("{{{of}}}")) {
+        return Ok(0);
     }
-    let params =
-        RawPathParams::from_request_parts(parts, &()).await.map_err(|_| bad("not a job's number"))?;
-    let number = params.iter().find(|(name, _)| *name == "job").and_then(|(_, value)| value.parse().ok());
-    Ok(JobId(number.ok_or_else(|| bad("not a job's number"))?))
+    let wrong = || bad(format!("not a {of}'s number"));
+    let params = RawPathParams::from_request_parts(parts, &()).await.map_err(|_| wrong())?;
+    let number = params.iter().find(|(name, _)| *name == of).and_then(|(_, value)| value.parse().ok());
+    number.ok_or_else(wrong)
 }
 
 async fn read<T: DeserializeOwned>(parts: &Parts, body: Body) -> Answer<T> {

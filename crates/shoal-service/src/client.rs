@@ -10,7 +10,8 @@ use serde_json::Value;
 use shoal_control::controller::state::JobSpec;
 
 use crate::access::Access;
-use crate::api::{TokenAnswer, TokenRequest, refusal_of};
+use crate::api::{DrillAnswer, TokenAnswer, TokenRequest, refusal_of};
+use crate::drill::Drill;
 use crate::error::{Error, Result};
 use crate::history::Noted;
 use crate::http::{Call, Target, block_on, exchange};
@@ -68,6 +69,11 @@ impl Client {
 
     pub fn workers(&self) -> Result<Vec<WorkerView>> {
         Ok(self.get::<Workers>("/api/v1/workers", PATIENCE)?.workers)
+    }
+
+    pub fn drill(&self, worker: u64, drill: Drill) -> Result<DrillAnswer> {
+        let body = serde_json::to_value(drill).expect("a drill is JSON");
+        self.post(&format!("/api/v1/workers/{worker}/drill"), &body)
     }
 
     pub fn jobs(&self) -> Result<Vec<JobView>> {

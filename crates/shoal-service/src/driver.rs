@@ -198,8 +198,9 @@ impl Driver {
             refusals: BTreeMap::new(),
             complaints,
         };
+        // Lines that were still to come when it ended: nobody else may have them.
         for noted in history.all() {
-            driver.note_refusal(&noted.record);
+            driver.note(&noted.record, clock.now_ms());
         }
         driver.act(first)?;
         Ok((driver, desk, history, books))

@@ -10,7 +10,7 @@
 //! - [`history`], [`books`], [`view`], [`metrics`]: what people ask for.
 //!
 //! The worker's side: [`membership`], how it joins; [`worker_driver`], the thread that owns its state machine; [`uplink`], its
-//! connection; [`notice`], how clouds say that a machine will be taken away.
+//! connection; [`notice`], how clouds say that a machine will be taken away; [`drill`], faults that are ordered.
 //!
 //! The command's side: [`access`] and [`client`].
 //!
@@ -27,6 +27,7 @@ pub mod books;
 pub mod channel;
 pub mod client;
 pub mod clock;
+pub mod drill;
 pub mod driver;
 pub mod error;
 pub mod folder;

@@ -30,9 +30,10 @@ fn operation(route: &Route) -> Value {
         let schema = json!({ "type": "integer", "minimum": 0 });
         json!({ "name": name, "in": place, "required": place == "path", "schema": schema })
     };
-    let in_path = route.path.contains("{job}").then(|| number("path", "job"));
+    let named = |name: &&str| route.path.contains(&format!("{{{name}}}"));
+    let in_path = ["job", "worker"].into_iter().filter(named).map(|name| number("path", name));
     let parameters: Vec<Value> =
-        in_path.into_iter().chain(route.query.iter().map(|name| number("query", name))).collect();
+        in_path.chain(route.query.iter().map(|name| number("query", name))).collect();
     let scheme = match route.access {
         Access::Bearer => "bearer",
         Access::JoinToken => "join_token",
@@ -85,6 +86,10 @@ fn schemas() -> Value {
                 "checkpoints_kept": count,
                 "description": text,
             }),
+        ),
+        "Drill": object(
+            &["kind"],
+            json!({ "kind": { "enum": ["kill", "freeze", "cut", "slow"] }, "ms": count, "percent": count }),
         ),
         "TokenRequest": object(&["minutes"], json!({ "minutes": count, "worker": text })),
         "JoinRequest": object(&["name", "request"], json!({ "name": text, "request": text })),

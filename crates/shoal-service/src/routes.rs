@@ -30,6 +30,7 @@ impl Verb {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Endpoint {
     Workers,
+    Drill,
     Jobs,
     Submit,
     Job,
@@ -48,7 +49,7 @@ pub enum Endpoint {
 #[derive(Clone, Copy, Debug)]
 pub struct Route {
     pub verb: Verb,
-    /// With `{job}` where a job's number stands.
+    /// With `{job}` or `{worker}` where the number of one stands.
     pub path: &'static str,
     pub access: Access,
     pub endpoint: Endpoint,
@@ -68,6 +69,15 @@ const FOLLOWING: &[&str] = &["after", "wait_ms"];
 
 pub const ROUTES: &[Route] = &[
     route(Verb::Get, "/api/v1/workers", Endpoint::Workers, "The workers that are alive"),
+    Route {
+        body: Some("Drill"),
+        ..route(
+            Verb::Post,
+            "/api/v1/workers/{worker}/drill",
+            Endpoint::Drill,
+            "Have a worker do a fault to itself",
+        )
+    },
     route(Verb::Get, "/api/v1/jobs", Endpoint::Jobs, "All jobs"),
     Route { body: Some("JobSpec"), ..route(Verb::Post, "/api/v1/jobs", Endpoint::Submit, "Submit a job") },
     route(Verb::Get, "/api/v1/jobs/{job}", Endpoint::Job, "One job"),

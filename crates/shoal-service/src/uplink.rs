@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use futures_util::{SinkExt, StreamExt};
 use rustls::ClientConfig;
-use tokio::sync::mpsc;
-use tokio::time::{sleep, timeout};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::tungstenite::protocol::WebSocketConfig;
 use tokio_tungstenite::tungstenite::{Error as SocketError, Message};
@@ -31,6 +31,8 @@ const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// The worker's end. The connection ends when this does.
 pub struct Uplink {
     to: mpsc::Sender<Up>,
+    /// There is no connection before then: for drills.
+    cut_until: watch::Sender<Instant>,
 }
 
 impl Uplink {
@@ -41,17 +43,23 @@ impl Uplink {
         happenings: Sender<Happening>,
     ) -> Result<Uplink> {
         let (to, from) = mpsc::channel(UP_MAX);
+        let (cut_until, cut) = watch::channel(Instant::now());
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .map_err(|error| Error::Unreachable { url: target.to_string(), cause: error.to_string() })?;
-        std::thread::spawn(move || runtime.block_on(keep_up(target, tls, name, from, happenings)));
-        Ok(Uplink { to })
+        std::thread::spawn(move || runtime.block_on(keep_up(target, tls, name, (from, cut), happenings)));
+        Ok(Uplink { to, cut_until })
     }
 
     /// Whether it is on its way. Where the connection is down or slow it is not, and has to be said again.
     pub fn say(&self, up: Up) -> bool {
         self.to.try_send(up).is_ok()
+    }
+
+    /// Breaks the connection, and makes none for so long.
+    pub fn cut(&self, lasting: Duration) {
+        self.cut_until.send_replace(Instant::now() + lasting);
     }
 }
 
@@ -59,11 +67,13 @@ async fn keep_up(
     target: Target,
     tls: Arc<ClientConfig>,
     name: String,
-    mut from: mpsc::Receiver<Up>,
+    (mut from, mut cut): (mpsc::Receiver<Up>, watch::Receiver<Instant>),
     happenings: Sender<Happening>,
 ) {
     let mut pause = PAUSE_MIN;
     loop {
+        let cut_until = *cut.borrow_and_update();
+        sleep_until(cut_until).await;
         match timeout(CONNECT_MAX, connect(&target, &tls, &name)).await {
             Ok(Ok(socket)) => {
                 pause = PAUSE_MIN;
@@ -71,7 +81,7 @@ async fn keep_up(
                 if happenings.send(Happening::Connected).is_err() {
                     return;
                 }
-                if pass(socket, &mut from, &happenings).await.is_err() {
+                if pass(socket, &mut from, &mut cut, &happenings).await.is_err() {
                     return;
                 }
                 let _ = happenings.send(Happening::Disconnected);
@@ -123,6 +133,7 @@ pub async fn connect(
 async fn pass(
     mut socket: WebSocketStream<Stream>,
     from: &mut mpsc::Receiver<Up>,
+    cut: &mut watch::Receiver<Instant>,
     happenings: &Sender<Happening>,
 ) -> std::result::Result<(), ()> {
     loop {
@@ -138,6 +149,8 @@ async fn pass(
                     _ => return Ok(()),
                 }
             }
+            // Without a word to the other side.
+            Ok(()) = cut.changed() => return Ok(()),
             heard = timeout(SILENCE_MAX, socket.next()) => {
                 let text = match heard {
                     Ok(Some(Ok(Message::Text(text)))) => text,
@@ -150,6 +163,7 @@ async fn pass(
                     Down::Settings(settings) => Happening::Settings(settings),
                     Down::Control(message) => Happening::Heard(Box::new(message)),
                     Down::Kept { job, steps } => Happening::Kept { job, steps },
+                    Down::Drill(drill) => Happening::Drill(drill),
                 };
                 happenings.send(happening).map_err(|_| ())?;
             }

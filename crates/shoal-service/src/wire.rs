@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use shoal_control::Settings;
 use shoal_control::message::{JobId, ToController, ToWorker};
 
+use crate::drill::Drill;
 use crate::token::check_name;
 
 /// Of a message from a worker, and of one to it, which may bear the table of a plan for many.
@@ -47,6 +48,8 @@ pub enum Down {
         job: JobId,
         steps: Vec<u64>,
     },
+    /// A fault that it is to do to itself, once.
+    Drill(Drill),
 }
 
 /// Reads what a worker sent; the reason why not is for the log.

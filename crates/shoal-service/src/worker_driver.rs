@@ -12,6 +12,7 @@ use shoal_control::worker::{Action, EngineCommand, EngineEvent, Event};
 use shoal_control::{Settings, Worker};
 
 use crate::clock::{unix_ms, up_ms};
+use crate::drill::{Drill, Drilled};
 use crate::error::{Error, Result};
 use crate::membership::Membership;
 use crate::tls;
@@ -34,6 +35,8 @@ pub enum Happening {
         job: JobId,
         steps: Vec<u64>,
     },
+    /// The fleet's owner has ordered a fault.
+    Drill(Drill),
     Engine {
         job: JobId,
         event: EngineEvent,
@@ -75,7 +78,14 @@ impl Lease {
 pub enum Notable {
     Connected,
     Disconnected(String),
-    Leaving { in_ms: u64, why: String },
+    Leaving {
+        in_ms: u64,
+        why: String,
+    },
+    /// A drill, which begins now.
+    Drilled(Drill),
+    /// One that this worker was not started for.
+    DrillRefused(Drill),
 }
 
 pub struct WorkerDriver {
@@ -85,11 +95,18 @@ pub struct WorkerDriver {
     price: Price,
     happenings: (Sender<Happening>, Receiver<Happening>),
     lease: Arc<Lease>,
+    /// What does drills here; none where they are refused.
+    drilled: Option<Drilled>,
 }
 
 impl WorkerDriver {
     pub fn new(membership: Membership, about: String, price: Price) -> WorkerDriver {
-        WorkerDriver { membership, about, price, happenings: channel(), lease: Arc::default() }
+        WorkerDriver { membership, about, price, happenings: channel(), lease: Arc::default(), drilled: None }
+    }
+
+    /// Allows drills; the connection to the controller is cut here, all else by `drilled`.
+    pub fn drilled(self, drilled: Option<Drilled>) -> WorkerDriver {
+        WorkerDriver { drilled, ..self }
     }
 
     /// By which engines, pollers and signals tell it what happens.
@@ -107,7 +124,7 @@ impl WorkerDriver {
 
     /// Until the controller has released it after a notice, the notice's time is over, or it is told to quit.
     pub fn run(self, engine: &mut dyn Engine, show: &mut dyn FnMut(Notable)) -> Result {
-        let WorkerDriver { membership, about, price, happenings: (sender, receiver), lease } = self;
+        let WorkerDriver { membership, about, price, happenings: (sender, receiver), lease, drilled } = self;
         let tls = tls::member(&membership.identity)?;
         let uplink = Uplink::start(membership.target.clone(), tls, membership.name.clone(), sender)?;
         let mut duty = Duty {
@@ -117,6 +134,7 @@ impl WorkerDriver {
             worker: None,
             uplink,
             lease,
+            drilled,
             lines: BTreeMap::new(),
             leaves: None,
             connected: false,
@@ -145,6 +163,7 @@ struct Duty {
     worker: Option<(Settings, Worker)>,
     uplink: Uplink,
     lease: Arc<Lease>,
+    drilled: Option<Drilled>,
     /// Lines that the controller has not said it has, and when each was last sent.
     lines: BTreeMap<(JobId, u64), (StepLine, u64)>,
     leaves: Option<u64>,
@@ -231,6 +250,16 @@ impl Duty {
                     self.lines.pop_first();
                 }
             }
+            Happening::Drill(drill) => match &mut self.drilled {
+                None => show(Notable::DrillRefused(drill)),
+                Some(drilled) => {
+                    show(Notable::Drilled(drill));
+                    if let Drill::Cut { ms } = drill {
+                        self.uplink.cut(Duration::from_millis(ms));
+                    }
+                    drilled(drill);
+                }
+            },
             Happening::Heard(_) | Happening::Engine { .. } | Happening::Notice { .. } | Happening::Quit => {}
         }
         Ok(())

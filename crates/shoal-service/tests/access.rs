@@ -13,7 +13,7 @@ use shoal_service::{membership, tls};
 const VERBS: [&str; 7] = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"];
 
 fn path(route: &Route) -> String {
-    route.path.replace("{job}", "1")
+    route.path.replace("{job}", "1").replace("{worker}", "1")
 }
 
 fn code(body: &[u8]) -> String {

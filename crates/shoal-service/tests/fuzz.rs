@@ -158,7 +158,7 @@ fn requests_as_bytes_never_panic_and_never_get_in() {
     let router = fleet.router();
     let mut seeds: Vec<Vec<u8>> = Vec::new();
     for route in shoal_service::routes::ROUTES {
-        let (verb, path) = (route.verb.name(), route.path.replace("{job}", "1"));
+        let (verb, path) = (route.verb.name(), route.path.replace("{job}", "1").replace("{worker}", "1"));
         let query = if route.query.is_empty() { "" } else { "?after=1&wait_ms=0" };
         let body = serde_json::to_string(&spec("toy", 9)).expect("JSON");
         let length = body.len();

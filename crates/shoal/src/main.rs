@@ -20,8 +20,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::commands::{
-    bench, demo, doctor, events, export, generate, init, join, lab, logs, plan, profile, ps, simulate, token,
-    train, up, validate, verify, wish, worker,
+    bench, chaos, demo, doctor, events, export, generate, init, join, lab, logs, plan, profile, ps, simulate,
+    token, train, up, validate, verify, wish, worker,
 };
 
 /// Trains large neural networks on the accelerators people can actually get.
@@ -60,6 +60,11 @@ enum Command {
     Cancel(wish::Options),
     /// What the controller has recorded
     Events(events::Options),
+    /// A drill on a live run: kill, freeze, cut off and slow workers down, and score how the job takes it
+    Chaos(chaos::Options),
+    /// What ends a freeze that a drill began
+    #[command(hide = true)]
+    Thaw(live::drill::ThawOptions),
     /// The plan for a job: who computes what, who keeps what, how much memory
     Plan(plan::Options),
     /// A step of a plan on a virtual clock: how long, where the time goes, a picture
@@ -101,6 +106,8 @@ fn main() -> ExitCode {
         Command::Resume(options) => wish::run("resume", options),
         Command::Cancel(options) => wish::run("cancel", options),
         Command::Events(options) => events::run(options),
+        Command::Chaos(options) => chaos::run(options),
+        Command::Thaw(options) => live::drill::thaw(options),
         Command::Plan(options) => plan::run(options),
         Command::Simulate(options) => simulate::run(options),
         Command::Lab(options) => lab::run(options),

@@ -110,7 +110,7 @@ fn sharded(workers: usize) -> Plan {
     plan
 }
 
-/// Every worker computes with copies of its own; the first two keep and update the state.
+/// Every worker computes with copies of its own; the first keeps and updates the state, and so does the last one's host.
 fn replicated(workers: usize) -> Plan {
     let mut plan = base(workers);
     divide_samples(&mut plan, workers);
@@ -118,7 +118,8 @@ fn replicated(workers: usize) -> Plan {
         let resident = |device: usize| ComputeCopy { device, residence: Residence::Resident };
         row.compute_copies = (0..workers).map(resident).collect();
         let slice = Slice { start: 0, end: row.elements };
-        row.optimizer = [0, 1].map(|device| Held { holder: Holder::Device(device), slice }).into();
+        let holders = [Holder::Device(0), Holder::Host(workers - 1)];
+        row.optimizer = holders.map(|holder| Held { holder, slice }).into();
         row.gradient = row.optimizer.clone();
     }
     plan

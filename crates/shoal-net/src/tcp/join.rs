@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustls::ClientConnection;
 
 use super::Seat;
-use super::reception::{Arrival, Arrivals, Guard};
+use super::reception::{Arrival, Arrivals, Guard, Reception};
 use super::stream::{Reading, Writing, is_tick};
 use crate::error::{Error, Result};
 use crate::fabric::Tag;
@@ -39,7 +39,7 @@ pub struct Connections {
 /// What is needed to make and judge connections.
 struct Joining<'a> {
     seat: &'a Seat,
-    guard: &'a Guard,
+    reception: &'a Reception,
     /// Connections in one direction of a pair.
     lines: usize,
     until: Instant,
@@ -59,7 +59,7 @@ pub(super) fn join(
 ) -> Result<Vec<Connections>> {
     let joining = Joining {
         seat,
-        guard: arrivals.guard(),
+        reception: arrivals.reception(),
         lines: settings.streams + 1,
         until: Instant::now() + settings.join_deadline,
         tick: TICK_MAX.min(settings.deadline / 8),
@@ -153,10 +153,13 @@ impl Joining<'_> {
         let until = (Instant::now() + ATTEMPT_MAX).min(self.until);
         let patience = until.saturating_duration_since(Instant::now()).max(self.tick);
         let text = |error: io::Error| error.to_string();
+        if self.reception.is_cut() {
+            return Err("this worker is cut off".to_owned());
+        }
         let mut socket = TcpStream::connect_timeout(&self.seat.addresses[peer], patience).map_err(text)?;
         prepare(&socket, self.tick).map_err(text)?;
         let mut answer = [0; HEADER_BYTES];
-        let made = match self.guard {
+        let made = match self.reception.guard() {
             Guard::Plain => {
                 let mut made = Writing::Plain(socket);
                 made.write(&self.hello(line).encode(), &[], || self.still(until)).map_err(text)?;

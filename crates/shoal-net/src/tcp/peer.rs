@@ -98,6 +98,12 @@ impl Peer {
         self.wake();
     }
 
+    /// Ends the connections as if a cable had been cut: what is left to say has no way to go.
+    pub fn sever(&self) {
+        self.control.sever();
+        self.data.iter().for_each(Sink::sever);
+    }
+
     fn wake(&self) {
         // Taking a lock orders this after the check of whoever is about to wait.
         drop(self.desk());

@@ -6,7 +6,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, Weak, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -56,6 +56,10 @@ struct State {
     waiting: VecDeque<Arrival>,
     /// Why connections were turned away, the latest last.
     turned_away: VecDeque<String>,
+    /// Those made here that may still stand.
+    fabrics: Vec<Weak<Fabric>>,
+    /// Nobody is reached from here, and nobody reaches it, before then.
+    cut_until: Option<Instant>,
 }
 
 struct Shared {
@@ -107,7 +111,34 @@ impl Reception {
         self.check(&seat)?;
         let arrivals = self.expect(seat.fabric)?;
         let joined = join::join(&seat, &arrivals, settings, given_up)?;
-        fabric_of(&seat, joined, settings)
+        let fabric = fabric_of(&seat, joined, settings)?;
+        let mut state = self.shared.state();
+        state.fabrics.retain(|fabric| fabric.strong_count() > 0);
+        state.fabrics.push(Arc::downgrade(&fabric));
+        let cut = state.is_cut();
+        drop(state);
+        if cut {
+            fabric.sever();
+        }
+        Ok(fabric)
+    }
+
+    /// For drills: ends every connection without a word, and makes and takes none for so long.
+    pub fn cut(&self, lasting: Duration) {
+        let mut state = self.shared.state();
+        state.cut_until = Some(Instant::now() + lasting);
+        state.waiting.clear();
+        let standing: Vec<Arc<Fabric>> = state.fabrics.iter().filter_map(Weak::upgrade).collect();
+        drop(state);
+        standing.iter().for_each(|fabric| fabric.sever());
+    }
+
+    pub(super) fn guard(&self) -> &Guard {
+        &self.shared.guard
+    }
+
+    pub(super) fn is_cut(&self) -> bool {
+        self.shared.state().is_cut()
     }
 
     fn check(&self, seat: &Seat) -> Result<()> {
@@ -168,8 +199,8 @@ pub(super) struct Arrivals<'a> {
 }
 
 impl Arrivals<'_> {
-    pub(super) fn guard(&self) -> &Guard {
-        &self.reception.shared.guard
+    pub(super) fn reception(&self) -> &Reception {
+        self.reception
     }
 
     /// The next connection, if one comes in time.
@@ -210,6 +241,8 @@ impl Shared {
             introductions.retain(|thread| !thread.is_finished());
             self.tidy();
             match accepted {
+                // Closed unheard, as if nobody listened.
+                Ok(_) if self.state().is_cut() => {}
                 Ok((socket, from)) if self.strangers.load(Ordering::SeqCst) < STRANGERS_MAX => {
                     self.strangers.fetch_add(1, Ordering::SeqCst);
                     let shared = self.clone();
@@ -282,6 +315,9 @@ impl Shared {
     fn lead_on(&self, hello: Hello, reading: Reading, from: SocketAddr) {
         let arrival = Arrival { hello, reading, from, came: Instant::now() };
         let mut state = self.state();
+        if state.is_cut() {
+            return;
+        }
         match state.expected.get(&hello.fabric) {
             // Whoever expected it may just have given up: then the connection closes.
             Some(expecting) => drop(expecting.send(arrival)),
@@ -296,6 +332,10 @@ impl Shared {
 }
 
 impl State {
+    fn is_cut(&self) -> bool {
+        self.cut_until.is_some_and(|until| Instant::now() < until)
+    }
+
     fn remember(&mut self, line: String) {
         if !self.turned_away.contains(&line) {
             if self.turned_away.len() == TURNED_AWAY_MAX {

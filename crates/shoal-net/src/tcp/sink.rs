@@ -140,6 +140,11 @@ impl Sink {
         Ok(())
     }
 
+    /// Ends the connection in the middle of whatever it carries.
+    pub fn sever(&self) {
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+
     /// No more frames; what is under way still arrives.
     pub fn close(&self) {
         if self.delayed {

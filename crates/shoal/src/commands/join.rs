@@ -20,6 +20,7 @@ use shoal_service::worker_driver::{Happening, Notable, WorkerDriver};
 use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
 use crate::job::{DeviceChoice, parse_bytes};
+use crate::live::drill::drilled;
 use crate::live::within::JobsUnder;
 use crate::live::worker::{Given, Hired, pass_on};
 
@@ -68,6 +69,9 @@ pub struct Options {
     /// How long it takes at most to hand over its work when it is told to go
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     grace: u64,
+    /// Let `shoal chaos` kill, freeze, cut off and slow it down
+    #[arg(long)]
+    drills: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -108,6 +112,7 @@ pub fn run(options: Options) -> Result {
     let machine = options.machine.clone().unwrap_or_else(host_name);
     let mut about = given.about(&name, reception.address(), machine)?;
     about.dollars_per_hour = options.price;
+    about.drills = options.drills;
     eprintln!("{name}: {}, reached at {}", given.device.describe(), reception.address());
     if let Some(sentence) = given.within.sentence() {
         eprintln!("{name}: {sentence}");
@@ -117,8 +122,10 @@ pub fn run(options: Options) -> Result {
     let driver = WorkerDriver::new(membership, about.text(), price);
     let lease = driver.lease();
     let may_run = Arc::new(move || lease.may_run());
+    let port = reception.clone();
     let setup = Setup { about, reception, assemble: given.assembler(), may_run, network: PEERS };
     let (crew, outlets) = Crew::new(setup);
+    let driver = driver.drilled(options.drills.then(|| drilled(port, crew.slowness())));
     pass_on(outlets, driver.sender());
     watch_cloud(&options, &driver)?;
     leave_on_signals(&driver, options.grace)?;
@@ -131,6 +138,10 @@ fn show(name: &str, notable: &Notable) {
         Notable::Disconnected(why) => eprintln!("{name}: {why}; trying again"),
         Notable::Leaving { in_ms, why } => {
             eprintln!("{name}: {why}; leaving within {} s", in_ms.div_ceil(1000));
+        }
+        Notable::Drilled(drill) => eprintln!("{name}: a drill: {}", drill.name()),
+        Notable::DrillRefused(drill) => {
+            eprintln!("{name}: refused the drill `{}`: it was not started with --drills", drill.name());
         }
     }
 }

@@ -1,6 +1,7 @@
 //! One file a command. Each validates, calls the crates below and prints.
 
 pub mod bench;
+pub mod chaos;
 pub mod demo;
 pub mod doctor;
 pub mod events;

@@ -49,7 +49,7 @@ pub fn follow(
 }
 
 /// A question that is asked again while nobody answers.
-fn patiently<T>(mut ask: impl FnMut() -> shoal_service::Result<T>) -> Result<T> {
+pub fn patiently<T>(mut ask: impl FnMut() -> shoal_service::Result<T>) -> Result<T> {
     let began = Instant::now();
     loop {
         match ask() {

@@ -2,11 +2,13 @@
 //!
 //! - [`description`]: a job as it travels.
 //! - [`planner`]: plans for the workers that are there; [`members`], the fleet that they make.
-//! - [`worker`]: a worker's device, and a job's parts on it; [`rate`], how quick it is.
+//! - [`worker`]: a worker's device, and a job's parts on it; [`rate`], how quick it is; [`drill`], the faults that it does to
+//!   itself when asked.
 //! - [`within`]: where jobs' files may lie.
 //! - [`reach`] and [`follow`]: how commands find a controller, and follow a job.
 
 pub mod description;
+pub mod drill;
 pub mod follow;
 pub mod members;
 pub mod planner;

@@ -79,6 +79,7 @@ impl Given {
             network: None,
             dollars_per_hour: 0.0,
             spot: false,
+            drills: false,
         })
     }
 
