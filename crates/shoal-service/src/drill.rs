@@ -17,8 +17,8 @@ const PERCENT_MAX: u32 = 10_000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Drill {
-    /// SIGKILL, at once.
-    Kill,
+    /// SIGKILL, at once. With braces, or what else is said beside it would pass unread.
+    Kill {},
     /// SIGSTOP, and SIGCONT after so long.
     Freeze { ms: u64 },
     /// No connection to controller or peers for so long.
@@ -30,17 +30,22 @@ pub enum Drill {
 impl Drill {
     pub fn name(self) -> &'static str {
         match self {
-            Drill::Kill => "kill",
+            Drill::Kill {} => "kill",
             Drill::Freeze { .. } => "freeze",
             Drill::Cut { .. } => "cut",
             Drill::Slow { .. } => "slow",
         }
     }
 
+    /// What does not come back by itself.
+    pub fn is_kill(self) -> bool {
+        self == Drill::Kill {}
+    }
+
     /// How long it lasts, where it ends.
     pub fn ms(self) -> u64 {
         match self {
-            Drill::Kill => 0,
+            Drill::Kill {} => 0,
             Drill::Freeze { ms } | Drill::Cut { ms } | Drill::Slow { ms, .. } => ms,
         }
     }

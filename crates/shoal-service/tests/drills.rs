@@ -106,8 +106,8 @@ fn drills_are_refused_where_they_are_not_allowed_or_make_no_sense() {
     let strict = Drillable::start(&fleet, folder.path(), "strict", true, false);
     let owner = client(&fleet);
     let (shy_number, strict_number) = (number(&owner, "shy"), number(&owner, "strict"));
-    assert_eq!(refusal(&owner, shy_number, Drill::Kill), (403, "no_drills".into()));
-    assert_eq!(refusal(&owner, 99, Drill::Kill), (404, "no_such_worker".into()));
+    assert_eq!(refusal(&owner, shy_number, Drill::Kill {}), (403, "no_drills".into()));
+    assert_eq!(refusal(&owner, 99, Drill::Kill {}), (404, "no_such_worker".into()));
     let endless = Drill::Freeze { ms: u64::MAX };
     assert_eq!(refusal(&owner, strict_number, endless), (400, "request".into()));
     let faster = Drill::Slow { ms: 1, percent: 10 };
@@ -118,7 +118,7 @@ fn drills_are_refused_where_they_are_not_allowed_or_make_no_sense() {
         assert_eq!(request(&fleet, "POST", &path, &bearer, body).status, 400, "{body}");
     }
     // Whatever a controller says, the worker itself has the last word.
-    owner.drill(strict_number, Drill::Kill).expect("it is passed on");
-    until("its no", || (strict.has_shown(&Notable::DrillRefused(Drill::Kill)) == 1).then_some(()));
+    owner.drill(strict_number, Drill::Kill {}).expect("it is passed on");
+    until("its no", || (strict.has_shown(&Notable::DrillRefused(Drill::Kill {})) == 1).then_some(()));
     assert!(strict.done().is_empty() && shy.done().is_empty());
 }

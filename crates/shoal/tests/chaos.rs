@@ -84,7 +84,9 @@ fn a_drilled_job_has_the_losses_of_one_that_nothing_happened_to() {
     assert_eq!(ended, 1);
 
     controller.wait_until("enough steps", || step(&folder) >= STEPS_COMPARED as u64);
-    folder.shoal(&["cancel", "1"]).succeeds();
+    // A job that is done with goes back to its last checkpoint; one that is not has them all.
+    folder.shoal(&["pause", "1"]).succeeds();
+    controller.wait_until("its rest", || ps(&folder)["jobs"][0]["state"] == "paused");
     let logs = folder.shoal(&["logs", "1", "--json"]).succeeds().stdout;
     let lines: Vec<Value> = logs.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let losses = column(&lines, "loss");

@@ -114,7 +114,7 @@ fn drawn(options: &Options) -> Result<Vec<Drill>> {
     let ms = (seconds * 1e3) as u64;
     let percent = (times * 100.0).round() as u32;
     let kinds = [
-        (Drill::Kill, kill),
+        (Drill::Kill {}, kill),
         (Drill::Freeze { ms }, freeze),
         (Drill::Cut { ms }, cut),
         (Drill::Slow { ms, percent }, slow),
@@ -189,13 +189,13 @@ fn order(
             ));
         }
         let workers = patiently(|| client.workers())?;
-        if drill == Drill::Kill && workers.len() < 2 {
+        if drill.is_kill() && workers.len() < 2 {
             let what = "a kill would leave the job without any worker";
             return Err(CliError::said(what, "have another one join first: `shoal token` shows how"));
         }
         let candidates = candidates(&view, &workers, &options.worker)?;
         let leaves_one = workers.iter().filter(|worker| worker.connected).count() > 1;
-        if !candidates.is_empty() && (leaves_one || drill != Drill::Kill) {
+        if !candidates.is_empty() && (leaves_one || !drill.is_kill()) {
             let worker = candidates[random.below(candidates.len())];
             match client.drill(worker.worker, drill) {
                 Ok(answer) => {
@@ -225,7 +225,7 @@ fn candidates<'a>(job: &JobView, workers: &'a [WorkerView], asked: &[String]) ->
     let wanted = |worker: &&WorkerView| asked.is_empty() || asked.contains(&worker.name);
     let there: Vec<&WorkerView> = workers.iter().filter(in_plan).filter(wanted).collect();
     if let Some(worker) = there.iter().copied().find(refused)
-        && (there.iter().all(|worker| refused(worker)) || !asked.is_empty())
+        && (there.iter().all(&refused) || !asked.is_empty())
     {
         let what = format!("{} was not started for drills", worker.name);
         return Err(CliError::said(what, "its owner allows them: shoal join … --drills"));
@@ -340,7 +340,7 @@ impl Score {
     }
 
     fn killed(&self) -> Vec<&str> {
-        let killed = self.done.iter().filter(|(fault, _)| fault.drill == Drill::Kill);
+        let killed = self.done.iter().filter(|(fault, _)| fault.drill.is_kill());
         killed.map(|(fault, _)| fault.name.as_str()).collect()
     }
 

@@ -22,7 +22,7 @@ pub struct ThawOptions {
 pub fn drilled(reception: Arc<Reception>, slowness: Arc<Slowness>) -> Drilled {
     Box::new(move |drill| {
         let done = match drill {
-            Drill::Kill => signal(getpid(), Signal::KILL),
+            Drill::Kill {} => signal(getpid(), Signal::KILL),
             Drill::Freeze { ms } => freeze(ms),
             Drill::Cut { ms } => {
                 reception.cut(Duration::from_millis(ms));

@@ -105,7 +105,7 @@ pub fn outcome(fault: &Fault, signs: &[(u64, Sign)]) -> Outcome {
 /// Whether nothing that the fault led to is still to come, so long after it.
 pub fn is_over(fault: &Fault, signs: &[(u64, Sign)], lasted_ms: u64) -> bool {
     let outcome = outcome(fault, signs);
-    let missed = outcome.missed_after_ms.is_some() || fault.drill != Drill::Kill;
+    let missed = outcome.missed_after_ms.is_some() || !fault.drill.is_kill();
     missed && outcome.next_step_after_ms.is_some() && lasted_ms >= fault.drill.ms()
 }
 
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn a_step_that_was_nearly_done_is_no_recovery() {
-        let kill = fault(Drill::Kill);
+        let kill = fault(Drill::Kill {});
         let mut signs =
             vec![counted(1_010, 21), (1_900, Sign::Missed { worker: 7 }), (1_900, Sign::Disturbed)];
         assert!(!is_over(&kill, &signs, 5_000));
@@ -210,7 +210,7 @@ mod tests {
         assert_eq!((outcome.next_step_after_ms, outcome.replanned), (Some(200), false));
         // Another worker's death is another matter.
         assert!(!is_over(
-            &fault(Drill::Kill),
+            &fault(Drill::Kill {}),
             &[(1_100, Sign::Missed { worker: 8 }), counted(1_200, 21)],
             9_000
         ));
@@ -225,7 +225,7 @@ mod tests {
             counted(1_300, 11),
             counted(1_400, 12),
         ];
-        assert_eq!(outcome(&fault(Drill::Kill), &signs).done_again, 11);
+        assert_eq!(outcome(&fault(Drill::Kill {}), &signs).done_again, 11);
         assert!(counted_twice(&signs).is_empty());
         assert_eq!(counted_twice(&[counted(1, 5), counted(2, 5)]), BTreeSet::from([5]));
     }
