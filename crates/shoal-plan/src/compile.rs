@@ -35,13 +35,17 @@ pub fn compile_paced(
     pace: &dyn Pace,
 ) -> Result<Vec<Program>, CompileError> {
     plan.check(chain)?;
-    let layout = Layout::new(plan, chain);
+    compile_in(&Layout::new(plan, chain), purpose, pace)
+}
+
+/// The same, of a table that [`Plan::check`] has passed, where its layout is at hand.
+pub fn compile_in(layout: &Layout, purpose: Purpose, pace: &dyn Pace) -> Result<Vec<Program>, CompileError> {
     if purpose == Purpose::Train {
-        refuse_split_groups(&layout)?;
+        refuse_split_groups(layout)?;
     }
-    let lists = lists(&layout, purpose, pace).into_iter().enumerate();
+    let lists = lists(layout, purpose, pace).into_iter().enumerate();
     let program = |(device, list)| {
-        let instructions = Linker::default().link(list, &layout, device);
+        let instructions = Linker::default().link(list, layout, device);
         Program { format: FORMAT, purpose, device, instructions }
     };
     Ok(lists.map(program).collect())

@@ -102,7 +102,7 @@ struct TensorLayout {
 }
 
 impl TensorLayout {
-    fn new(plan: &Plan, chain: &Chain, tensor: usize) -> TensorLayout {
+    fn new(plan: &Plan, chain: &Chain, tensor: usize, use_of: Use) -> TensorLayout {
         let row = &plan.tensors[tensor];
         let mut copies: Vec<_> =
             row.compute_copies.iter().map(|copy| (copy.device, copy.residence)).collect();
@@ -112,6 +112,10 @@ impl TensorLayout {
         let whole = whole_at(&row.optimizer, row.elements);
         let whole_gradient = whole_at(&row.gradient, row.elements);
         let handed = gradient.as_ref().map(|sums| handed(&optimizer, sums, &whole, &whole_gradient));
+        let gradient_elements = match use_of.is_output {
+            true => chain.gradient_elements(tensor, plan.precision),
+            false => chain.tensors[tensor].elements(),
+        };
         TensorLayout {
             copies,
             optimizer,
@@ -119,9 +123,9 @@ impl TensorLayout {
             handed: handed.unwrap_or_default(),
             whole,
             whole_gradient,
-            users: chain.users(tensor).collect(),
-            gradient_elements: chain.gradient_elements(tensor, plan.precision),
-            copy_elements: chain.copy_elements(tensor, plan.precision),
+            users: use_of.layers,
+            gradient_elements,
+            copy_elements: (plan.precision.is_half() && !use_of.is_fp32).then_some(gradient_elements),
         }
     }
 
@@ -132,6 +136,32 @@ impl TensorLayout {
 
     fn is_whole(&self, device: usize) -> bool {
         self.whole.binary_search(&device).is_ok()
+    }
+}
+
+/// Who uses a tensor, and as what.
+#[derive(Clone, Debug, Default)]
+struct Use {
+    layers: Vec<usize>,
+    is_fp32: bool,
+    is_output: bool,
+}
+
+impl Use {
+    /// Of every tensor, in one walk through the chain: planners lay out thousands of tables.
+    fn all(chain: &Chain) -> Vec<Use> {
+        let mut all = vec![Use::default(); chain.tensors.len()];
+        for (number, layer) in chain.layers.iter().enumerate() {
+            for (slot, tensor) in &layer.tensors {
+                let use_of = &mut all[*tensor];
+                if use_of.layers.last() != Some(&number) {
+                    use_of.layers.push(number);
+                }
+                use_of.is_fp32 |= slot.is_fp32();
+                use_of.is_output |= slot.is_output();
+            }
+        }
+        all
     }
 }
 
@@ -156,17 +186,27 @@ impl<'a> Layout<'a> {
                     .flat_map(|(place, share)| share.samples.range().map(move |_| place))
                     .collect(),
                 shares,
-                readers: chain.readers(layer).collect(),
                 tensors: tensors(chain, layer),
                 ..LayerLayout::default()
             })
             .collect();
-        for tensor in 0..chain.tensors.len() {
-            if let Some(first) = chain.users(tensor).next() {
-                layers[first].owned.push(tensor);
+        for (reader, layer) in chain.layers.iter().enumerate() {
+            for from in &layer.inputs {
+                let readers = &mut layers[*from].readers;
+                if readers.last() != Some(&reader) {
+                    readers.push(reader);
+                }
             }
         }
-        let tensors = (0..plan.tensors.len()).map(|tensor| TensorLayout::new(plan, chain, tensor)).collect();
+        let uses = Use::all(chain);
+        for (tensor, use_of) in uses.iter().enumerate() {
+            if let Some(first) = use_of.layers.first() {
+                layers[*first].owned.push(tensor);
+            }
+        }
+        let tensors = uses.into_iter().enumerate().take(plan.tensors.len());
+        let tensors =
+            tensors.map(|(tensor, use_of)| TensorLayout::new(plan, chain, tensor, use_of)).collect();
         let mut layout = Layout { plan, chain, layers, tensors, members: Vec::new() };
         for layer in 0..layout.layers.len() {
             let (fetch, renew) = (layout.fetch(layer), layout.renew(layer));
@@ -399,7 +439,8 @@ impl<'a> Layout<'a> {
 
     /// Devices whose layers add to a tensor's gradient, in order.
     fn adding(&self, tensor: usize) -> Vec<usize> {
-        let mut from: Vec<usize> = self.chain.users(tensor).flat_map(|user| self.computing(user)).collect();
+        let users = self.tensors[tensor].users.iter();
+        let mut from: Vec<usize> = users.flat_map(|user| self.computing(*user)).collect();
         from.sort_unstable();
         from.dedup();
         from

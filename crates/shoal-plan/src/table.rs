@@ -57,7 +57,7 @@ impl fmt::Display for Samples {
 pub type Slice = Samples;
 
 /// What becomes of a layer's inner tensors between forward and backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Activations {
     Keep,
@@ -184,7 +184,7 @@ impl TensorRow {
 }
 
 /// In which order a device works through its share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Order {
     /// A micro-batch goes forward through all the device's layers and straight back: least memory.
@@ -304,6 +304,10 @@ impl Plan {
             let (found, expected) = (self.tensors.len(), chain.tensors.len());
             return Err(TableError::TensorCount { found, expected });
         }
+        let mut users: Vec<Vec<usize>> = vec![Vec::new(); chain.tensors.len()];
+        for (layer, row) in chain.layers.iter().enumerate() {
+            row.tensors.iter().for_each(|(_, tensor)| users[*tensor].push(layer));
+        }
         for (index, row) in self.tensors.iter().enumerate() {
             let spec = &chain.tensors[index];
             let wrong = |what: String| TableError::Tensor { tensor: spec.name.clone(), what };
@@ -321,8 +325,8 @@ impl Plan {
                     return Err(wrong(format!("device {} has two copies", copy.device)));
                 }
             }
-            for layer in chain.users(index) {
-                let row = &self.layers[layer];
+            for layer in &users[index] {
+                let row = &self.layers[*layer];
                 if let Some(compute) = row.compute.iter().find(|compute| !copies.contains(&compute.device)) {
                     let (device, layer) = (compute.device, &row.layer);
                     return Err(wrong(format!("device {device} computes {layer} without a copy")));

@@ -16,8 +16,9 @@ const MICRO_BATCHES: usize = 64;
 const STAGES: usize = 32;
 
 fn main() {
-    if std::env::args().any(|word| word == "anew") {
-        return all_anew();
+    let mut words = std::env::args().skip(1);
+    if words.next().is_some_and(|word| word == "anew") {
+        return all_anew(words.next().and_then(|devices| devices.parse().ok()));
     }
     println!("a pipeline step of {STAGES} stages and {MICRO_BATCHES} micro-batches a replica, seconds:");
     println!("devices  instructions   compile    verify  forecast  simulate  step simulated");
@@ -35,44 +36,77 @@ fn main() {
     for (devices, samples) in [(16, 128), (64, 512), (256, 2048), (1024, 8192)] {
         best(devices, samples);
     }
-    all_anew();
+    all_anew(None);
 }
 
-fn all_anew() {
+/// As users have it, with state on two machines: the first plan, and the one after a loss.
+fn all_anew(only: Option<usize>) {
     println!("planned anew after a machine is lost and another has slowed down, state on two machines:");
-    println!("devices  kinds  samples   seconds  step simulated     pause");
-    for (devices, samples) in [(16, 128), (64, 512), (256, 2048), (1024, 8192)] {
-        anew(devices, samples);
+    println!("devices  kinds  samples   seconds  of cores  step simulated     pause");
+    for (devices, samples) in [(4, 32), (8, 64), (16, 128), (32, 256), (64, 512), (256, 2048), (1024, 8192)] {
+        if only.is_none_or(|only| only == devices) {
+            anew(devices, samples);
+        }
     }
 }
 
-/// Plans for mixed devices after the last of their machines is gone and the first takes half as long again.
+/// Plans for mixed devices after one more machine is gone and the first takes half as long again.
 fn anew(devices: usize, samples: usize) {
-    let before = fleet(MIXED, devices / fleet(MIXED, 1).devices.len());
+    let before = with_one_more(devices);
     let chain = Chain::new(&presets::gpt2(50257, 1600, 48, 25, 1024));
     let step =
         StepShape { global_batch: samples, sequence: 1024, precision: Precision::Fp16, optimizer_states: 2 };
     let request = |fleet, costs| Request { survive: 1, ..Request::new(&chain, step, fleet, costs) };
     let costs = |fleet| Costs::new(&chain, fleet, None, step.precision, step.sequence).expect("known kinds");
     let before_costs = costs(&before);
-    let first = replan(&request(&before, &before_costs), &vec![100; devices], None).expect("there is room");
+    let paces = vec![100; before.devices.len()];
+    let first = replan(&request(&before, &before_costs), &paces, None).expect("there is room");
     let mut after = before.clone();
     let gone = after.nodes.pop().expect("there are machines").devices;
     after.devices.truncate(gone.start);
-    let alive: Vec<bool> = (0..devices).map(|device| !gone.contains(&device)).collect();
+    let alive: Vec<bool> = (0..before.devices.len()).map(|device| !gone.contains(&device)).collect();
     let in_force = InForce { plan: &first.plan, alive: &alive };
     let mut paces = vec![100; gone.start];
     paces[after.nodes[0].devices.clone()].fill(150);
     let after_costs = costs(&after);
     let request = request(&after, &after_costs);
+    let spent = spent_seconds();
     let (next, seconds) = timed(|| replan(&request, &paces, Some(in_force)).expect("there is room for it"));
     println!(
-        "{:>7} {:>6} {samples:>8} {seconds:>9.2} {:>13.2} s {:>7.2} s",
-        after.devices.len(),
+        "{devices:>7} {:>6} {samples:>8} {seconds:>9.2} {:>9.2} {:>13.2} s {:>7.2} s",
         after.kinds().len() + 1,
+        spent_seconds() - spent,
         next.step_seconds,
         next.moving.seconds
     );
+}
+
+/// Mixed machines with so many devices, and one machine more. Few devices are of one machine of each kind.
+fn with_one_more(devices: usize) -> Fleet {
+    let machines = devices / 4;
+    let quarter = machines.div_ceil(4);
+    let mut left = machines + 1;
+    let kinds = MIXED.split("[[node]]").filter(|node| !node.trim().is_empty());
+    let nodes = kinds.enumerate().map(|(place, node)| {
+        // The last kind has all that are left.
+        let count = if place == 2 { left } else { quarter.min(left) };
+        left -= count;
+        let own = if node.contains("count = 2\n") { 2 } else { 1 };
+        let node = node.replacen(&format!("count = {own}\n"), &format!("count = {count}\n"), 1);
+        match count {
+            0 => String::new(),
+            _ => format!("[[node]]\nhost_memory = \"244 GiB\"\nnetwork = \"10 Gbit/s\"{node}"),
+        }
+    });
+    Fleet::parse(&nodes.collect::<String>(), "fleet").expect("the fleet is one")
+}
+
+/// Seconds that this process's threads have spent on cores: what others do there does not count.
+fn spent_seconds() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+    // User and system time, in hundredths.
+    fields.skip(11).take(2).filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / 100.0
 }
 
 fn names() -> Vec<String> {

@@ -1,15 +1,18 @@
 //! The best of all shapes. Each search proposes a table by its own model; all are then played through on the same clock
 //! and held to the same memory, and the fastest that fits wins.
 
+use std::sync::{Mutex, PoisonError};
+
 use serde::Serialize;
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
 use shoal_plan::memory::{MemoryForecast, forecast_in};
 use shoal_plan::one_device::StepShape;
-use shoal_plan::{Layout, Plan, Purpose, compile_paced};
+use shoal_plan::{Layout, Plan, Purpose, compile_in};
 use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 use thiserror::Error;
 
+use crate::bound::least_seconds;
 use crate::mirrors::MirrorError;
 use crate::pipeline::{self, PipelineWanted};
 use crate::{burst, mirrors, mixed, parallel, sharded, spilled};
@@ -119,7 +122,8 @@ impl<'a> Request<'a> {
 
 /// The fastest plan of some shapes.
 pub fn plan(request: &Request) -> Result<Found, AutoError> {
-    let searched = candidates(request, &|plan| Ok(plan))?;
+    // What every shape takes is of interest.
+    let searched = candidates(request, f64::INFINITY, &|plan| Ok(plan))?;
     let mut best: Option<Candidate> = None;
     let mut tried = Vec::new();
     for (shape, found) in searched {
@@ -169,9 +173,10 @@ const NOTHING: &str = "nothing was proposed";
 pub(crate) type Searched = (Shape, Result<Vec<Candidate>, String>);
 
 /// By shape, every table that its search proposes and that fits, mirrored and then changed as the caller wishes, played
-/// through; or why there is none.
+/// through; or why there is none. Those that cannot but take so many times what the best does are left out.
 pub(crate) fn candidates(
     request: &Request,
+    worst: f64,
     change: &(dyn Fn(Plan) -> Result<Plan, String> + Sync),
 ) -> Result<Vec<Searched>, AutoError> {
     let Request { chain, step, fleet, costs, shapes, survive } = *request;
@@ -182,17 +187,27 @@ pub(crate) fn candidates(
         return Err(MirrorError::Machines { survive, machines: fleet.nodes.len() }.into());
     }
     let roomy = mirrors::reserved(chain, step, fleet, survive);
+    let best = Mutex::new(f64::INFINITY);
+    let least = || *best.lock().unwrap_or_else(PoisonError::into_inner);
     let search = |shape: Shape, within: &Fleet| {
-        let mut refused = NOTHING.to_owned();
+        let mut refused = None;
         let mut fitting = Vec::new();
         for plan in propose(shape, chain, step, within, costs)? {
             let mirrored = mirrors::mirrored(&plan, fleet, survive).map_err(|error| error.to_string());
-            match mirrored.and_then(change).and_then(|plan| play(shape, plan, request)) {
-                Ok(candidate) => fitting.push(candidate),
-                Err(reason) => refused = reason,
+            match mirrored.and_then(change).and_then(|plan| play(shape, plan, request, worst * least())) {
+                Ok(Some(candidate)) => {
+                    let mut best = best.lock().unwrap_or_else(PoisonError::into_inner);
+                    *best = best.min(candidate.simulated.seconds);
+                    fitting.push(candidate);
+                }
+                Ok(None) => {}
+                Err(reason) => refused = Some(reason),
             }
         }
-        if fitting.is_empty() { Err(refused) } else { Ok(fitting) }
+        match refused {
+            Some(refused) if fitting.is_empty() => Err(refused),
+            _ => Ok(fitting),
+        }
     };
     // Most searches keep one core busy.
     let searched = parallel::map(shapes, |shape| {
@@ -260,15 +275,20 @@ fn propose(
 /// A table with the mirrors that are asked for, played through; or why it cannot be had.
 pub fn rated(shape: Shape, plan: &Plan, request: &Request) -> Result<Candidate, String> {
     let mirrored = mirrors::mirrored(plan, request.fleet, request.survive);
-    play(shape, mirrored.map_err(|error| error.to_string())?, request)
+    let candidate = play(shape, mirrored.map_err(|error| error.to_string())?, request, f64::INFINITY)?;
+    candidate.ok_or_else(|| NOTHING.to_owned())
 }
 
-/// Plays a table through and holds it to the fleet's memory.
-fn play(shape: Shape, plan: Plan, request: &Request) -> Result<Candidate, String> {
+/// Plays a table through and holds it to the fleet's memory; none where it cannot but take longer than it may.
+fn play(shape: Shape, plan: Plan, request: &Request, within: f64) -> Result<Option<Candidate>, String> {
     let Request { chain, fleet, costs, .. } = *request;
+    plan.check(chain).map_err(|error| error.to_string())?;
     let layout = Layout::new(&plan, chain);
     let world = FleetWorld::new(fleet, costs, &layout);
-    let programs = compile_paced(&plan, chain, Purpose::Train, &world).map_err(|error| error.to_string())?;
+    if within.is_finite() && least_seconds(&layout, &world) > within {
+        return Ok(None);
+    }
+    let programs = compile_in(&layout, Purpose::Train, &world).map_err(|error| error.to_string())?;
     let memory: Vec<MemoryForecast> = programs.iter().map(|program| forecast_in(program, &layout)).collect();
     for (row, memory) in plan.devices.iter().zip(&memory) {
         if memory.total() > row.budget_bytes {
@@ -293,5 +313,5 @@ fn play(shape: Shape, plan: Plan, request: &Request) -> Result<Candidate, String
     let simulated =
         simulate(&programs, &layout, &world, Settings::default()).map_err(|error| error.to_string())?;
     drop(layout);
-    Ok(Candidate { shape, plan, simulated, memory })
+    Ok(Some(Candidate { shape, plan, simulated, memory }))
 }

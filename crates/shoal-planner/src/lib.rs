@@ -13,6 +13,7 @@
 //! - [`validation`]: other systems' published measurements beside what our models say.
 
 pub mod auto;
+mod bound;
 pub mod breakdown;
 pub mod burst;
 pub mod mirrors;

@@ -35,7 +35,7 @@ pub use outcome::{Bottleneck, PipelineError, PipelinePlanned, PipelineWanted, Ru
 pub use search::plan;
 
 /// A device and the layers that it computes of its replica.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Stage {
     pub device: usize,
     pub layers: Range<usize>,
@@ -45,7 +45,7 @@ pub struct Stage {
 }
 
 /// Some of the samples, and the stages that they pass, which have all layers between them.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Replica {
     pub samples: Range<usize>,
     /// Samples of a micro-batch; the last may have fewer.
@@ -76,7 +76,7 @@ pub enum State {
     Host,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Pipeline {
     pub replicas: Vec<Replica>,
     pub order: Order,

@@ -76,7 +76,7 @@ fn surviving(request: &Request, in_force: Option<InForce>) -> Result<Replanned, 
         })
     };
     let (mut options, mut tried) = (Vec::new(), Vec::new());
-    for (shape, found) in auto::candidates(request, &seated)? {
+    for (shape, found) in auto::candidates(request, AS_GOOD, &seated)? {
         match found {
             Ok(candidates) => options.extend(candidates.into_iter().map(|one| (Some(shape), one))),
             Err(refused) => tried.push(auto::Tried { shape, seconds: None, refused: Some(refused) }),

@@ -9,7 +9,7 @@ use shoal_plan::one_device::StepShape;
 use shoal_plan::table::FORMAT;
 use shoal_plan::{
     Activations, CompileError, Compute, ComputeCopy, Held, Holder, LayerRow, Layout, Order, Plan, Program,
-    ProgramError, Purpose, Residence, Samples, TensorRow, Tier, compile_paced,
+    ProgramError, Purpose, Residence, Samples, TensorRow, Tier, compile_in, compile_paced,
 };
 use shoal_sim::{FleetWorld, OnDevice, PoolJob, Settings, Simulated, simulate, simulate_jobs};
 use thiserror::Error;
@@ -236,7 +236,7 @@ impl Search<'_> {
         let plan = table(self.chain, self.step, self.fleet, spill);
         let layout = Layout::new(&plan, self.chain);
         let world = FleetWorld::new(self.fleet, self.costs, &layout);
-        let programs = compile_paced(&plan, self.chain, Purpose::Train, &world)?;
+        let programs = compile_in(&layout, Purpose::Train, &world)?;
         Ok(self.room.fits(&forecast_in(&programs[spill.device], &layout)))
     }
 
@@ -244,7 +244,7 @@ impl Search<'_> {
         let plan = table(self.chain, self.step, self.fleet, &spill);
         let layout = Layout::new(&plan, self.chain);
         let world = FleetWorld::new(self.fleet, self.costs, &layout);
-        let mut programs = compile_paced(&plan, self.chain, Purpose::Train, &world)?;
+        let mut programs = compile_in(&layout, Purpose::Train, &world)?;
         let simulated = simulate(&programs, &layout, &world, Settings::default())?;
         let program = programs.swap_remove(spill.device);
         let memory = forecast_in(&program, &layout);

@@ -249,6 +249,23 @@ impl<'a> FleetWorld<'a> {
         work
     }
 
+    /// What no step is below: the bytes of parameters and gradients that pass the busiest link or memory, at its rate.
+    pub fn carrying_seconds(&self) -> f64 {
+        let mut bytes = vec![0.0; self.resources.len()];
+        let layered = self.layout.is_layered();
+        let gathers = self.gathers.iter().flatten().filter(|(pass, _)| match pass {
+            Pass::Forward | Pass::Backward => layered,
+            Pass::Step => !layered,
+            Pass::Update => true,
+        });
+        let gathers = gathers.map(|(_, work)| work);
+        for work in gathers.chain(&self.reductions).chain(&self.hand_overs) {
+            work.resources.iter().for_each(|resource| bytes[*resource as usize] += work.bytes);
+        }
+        let seconds = bytes.iter().zip(&self.resources).map(|(bytes, of)| bytes / of.bytes_per_second);
+        seconds.fold(0.0, f64::max)
+    }
+
     /// A few numbers, summed over devices: up and down a tree.
     fn small_sum(&self, devices: &[usize]) -> f64 {
         let Some(first) = devices.first() else { return 0.0 };

@@ -47,39 +47,49 @@ impl Ways {
 
     /// What moves when samples that are on some devices are wanted on others.
     pub fn moves(&self, from: &[usize], to: &[usize], global_batch: usize) -> Moves {
-        // Samples out of and into each device and, numbered after them, each node: by link.
-        let mut passed: Vec<(u16, bool, usize, usize)> = Vec::new();
+        let mut most = vec![0; self.links.len()];
+        // What the giver and the taker at hand pass by each link: both lists are gone through once.
+        let (mut given, mut taken) = (vec![0; self.links.len()], vec![0; self.links.len()]);
+        // Out of and into each node.
+        let mut crossed = vec![[0; 2]; self.interface.len()];
         let (mut a, mut b) = (0, 0);
         while a < from.len() && b < to.len() {
             let (left, right) = (share(global_batch, from.len(), a), share(global_batch, to.len(), b));
             let count = left.end.min(right.end).saturating_sub(left.start.max(right.start));
             let (giver, taker) = (from[a], to[b]);
             if giver != taker && count > 0 {
-                let link = self.link(giver, taker);
-                passed.extend([(link, false, giver, count), (link, true, taker, count)]);
+                let link = self.link(giver, taker) as usize;
+                given[link] += count;
+                taken[link] += count;
                 let ends = [giver, taker].map(|device| self.node_of[device]);
                 if ends[0] != ends[1] {
-                    let nodes = ends.into_iter().zip([false, true]);
-                    let node = |(node, into)| (self.interface[node], into, self.devices + node, count);
-                    passed.extend(nodes.map(node));
+                    crossed[ends[0]][0] += count;
+                    crossed[ends[1]][1] += count;
                 }
             }
-            (a, b) = (a + usize::from(left.end <= right.end), b + usize::from(right.end <= left.end));
-        }
-        passed.sort_unstable();
-        let mut most: Vec<(u16, usize)> = Vec::new();
-        for same in passed.chunk_by(|one, next| (one.0, one.1, one.2) == (next.0, next.1, next.2)) {
-            let samples: usize = same.iter().map(|(.., count)| count).sum();
-            match most.last_mut() {
-                Some((link, known)) if *link == same[0].0 => *known = samples.max(*known),
-                _ => most.push((same[0].0, samples)),
+            if left.end <= right.end {
+                settle(&mut given, &mut most);
+                a += 1;
+            }
+            if right.end <= left.end {
+                settle(&mut taken, &mut most);
+                b += 1;
             }
         }
-        let mut taking_part: Vec<usize> = from.iter().chain(to).copied().collect();
-        taking_part.sort_unstable();
-        taking_part.dedup();
-        let taking_part = if most.is_empty() { 0 } else { taking_part.len() };
+        for (interface, both) in self.interface.iter().zip(&crossed) {
+            let known = &mut most[*interface as usize];
+            *known = both.iter().copied().fold(*known, usize::max);
+        }
+        let most = (0u16..).zip(most).filter(|(_, samples)| *samples > 0);
+        let most: Vec<(u16, usize)> = most.collect();
+        let taking_part = if most.is_empty() { 0 } else { self.distinct(from, to) };
         Moves { most, taking_part }
+    }
+
+    /// Devices of two lists, each once.
+    fn distinct(&self, from: &[usize], to: &[usize]) -> usize {
+        let mut is_there = vec![false; self.devices];
+        from.iter().chain(to).filter(|device| !std::mem::replace(&mut is_there[**device], true)).count()
     }
 
     /// Seconds of moving so many bytes a sample, one way. What goes out and what comes in pass at the same time; the
@@ -108,6 +118,13 @@ impl Ways {
         let around = (0..count).map(|at| &self.links[self.link(ring[at], ring[(at + 1) % count]) as usize]);
         let seconds = around.map(|link| link.seconds(passed) + (levels - 1.0) * link.seconds_latency);
         seconds.fold(0.0, f64::max)
+    }
+}
+
+/// A device has passed all that it does.
+fn settle(passed: &mut [usize], most: &mut [usize]) {
+    for (passed, most) in passed.iter_mut().zip(most) {
+        *most = std::mem::take(passed).max(*most);
     }
 }
 

@@ -5,13 +5,14 @@ use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
 use shoal_plan::memory::{MemoryForecast, forecast_in};
 use shoal_plan::one_device::StepShape;
-use shoal_plan::{Activations, DeviceRow, Layout, Order, Purpose, Residence, compile_paced};
+use shoal_plan::{Activations, DeviceRow, Layout, Order, Purpose, Residence, compile_in};
 use shoal_sim::{FleetWorld, Settings, simulate};
 
 use super::cut::{Cut, Model, Wanted};
 use super::lineup::{Lineup, lineups};
 use super::table::table;
 use super::{GroupStage, Mixed, MixedPlanned, PlayError};
+use crate::bound::least_seconds;
 use crate::device_rows;
 
 /// Instructions that may be compiled to try out what the model likes best, and to improve the best of that.
@@ -78,17 +79,9 @@ fn search(
     let model = Model::new(chain, step, fleet, costs, &devices, &pieces);
     let search = Search { model: &model, devices: &devices, singles };
     let mut tried = search.try_best(search.candidates(&pieces))?;
-    // The best of different lineups.
-    let most = if singles { POLISHED_SINGLES_MOST } else { POLISHED_MOST };
-    let mut chosen: Vec<Lineup> = Vec::new();
-    tried.retain(|planned| {
-        let lineup = planned.mixed.stages.iter().map(|stage| stage.devices.clone()).collect();
-        let is_new = chosen.len() < most && !chosen.contains(&lineup);
-        if is_new {
-            chosen.push(lineup);
-        }
-        is_new
-    });
+    let places = chosen(&tried, search.most());
+    let mut place = 0..;
+    tried.retain(|_| place.next().is_some_and(|place| places.contains(&place)));
     let mut best: Option<MixedPlanned> = None;
     let share = search.effort(POLISHED_INSTRUCTIONS) / tried.len().max(1);
     for planned in tried {
@@ -98,6 +91,20 @@ fn search(
         }
     }
     Ok(best)
+}
+
+/// Places of the best of different lineups, of those that are sorted by their time.
+fn chosen(tried: &[MixedPlanned], most: usize) -> Vec<usize> {
+    let mut known: Vec<Vec<&[usize]>> = Vec::new();
+    let mut places = Vec::new();
+    for (place, planned) in tried.iter().enumerate() {
+        let lineup: Vec<&[usize]> = planned.mixed.stages.iter().map(|stage| &stage.devices[..]).collect();
+        if places.len() < most && !known.contains(&lineup) {
+            known.push(lineup);
+            places.push(place);
+        }
+    }
+    places
 }
 
 /// Sizes of pieces worth a look.
@@ -136,6 +143,8 @@ enum Outcome {
     Fits(Box<MixedPlanned>),
     /// By device, bytes that it lacks.
     Short(Vec<u64>),
+    /// It takes longer than was asked for.
+    Slow,
 }
 
 struct Search<'a> {
@@ -195,15 +204,32 @@ impl Search<'_> {
             }
             spent += instructions(self.model.chain, self.model.step.global_batch, candidate.piece);
             count += 1;
-            tried.extend(self.fitted(candidate)?);
+            let within = self.slowest_chosen(&tried);
+            if let Some(planned) = self.fitted(candidate, within)? {
+                let place =
+                    tried.partition_point(|other| other.simulated.seconds <= planned.simulated.seconds);
+                tried.insert(place, planned);
+            }
         }
-        tried.sort_by(|a, b| a.simulated.seconds.total_cmp(&b.simulated.seconds));
         Ok(tried)
+    }
+
+    /// What the slowest takes of those that will be improved as it stands: who takes longer will not be among them. None
+    /// while there are not so many.
+    fn slowest_chosen(&self, tried: &[MixedPlanned]) -> Option<f64> {
+        let places = chosen(tried, self.most());
+        let last = places.last().filter(|_| places.len() == self.most());
+        last.map(|place| tried[*place].simulated.seconds)
+    }
+
+    /// How many are improved.
+    fn most(&self) -> usize {
+        if self.singles { POLISHED_SINGLES_MOST } else { POLISHED_MOST }
     }
 
     /// A candidate, made to fit: groups that lack memory have fewer pieces on the way, then keep less of their
     /// activations, then have fewer layers.
-    fn fitted(&self, candidate: Candidate) -> Result<Option<MixedPlanned>, PlayError> {
+    fn fitted(&self, candidate: Candidate, within: Option<f64>) -> Result<Option<MixedPlanned>, PlayError> {
         let Candidate { lineup, returns, piece, mut ways, mut cut } = candidate;
         let ample: Vec<usize> =
             (0..lineup.len()).map(|group| self.ample(&lineup, group, returns, piece)).collect();
@@ -223,9 +249,10 @@ impl Search<'_> {
                 }
             });
             let stages: Vec<GroupStage> = stages.collect();
-            let short = match self.play(Mixed { stages, order: Order::OneForwardOneBackward }, None)? {
+            let short = match self.play(Mixed { stages, order: Order::OneForwardOneBackward }, within)? {
                 Outcome::Fits(planned) => return Ok(Some(*planned)),
                 Outcome::Short(short) => short,
+                Outcome::Slow => return Ok(None),
             };
             for (group, devices) in lineup.iter().enumerate() {
                 let lacks = devices.iter().map(|device| short[*device]).max().unwrap_or(0);
@@ -269,7 +296,10 @@ impl Search<'_> {
             let plan = table(chain, step, costs, self.devices.to_vec(), &mixed, &rooms);
             let layout = Layout::new(&plan, chain);
             let world = FleetWorld::new(fleet, costs, &layout);
-            let programs = compile_paced(&plan, chain, Purpose::Train, &world)?;
+            if within.is_some_and(|within| least_seconds(&layout, &world) >= within) {
+                return Ok(Outcome::Slow);
+            }
+            let programs = compile_in(&layout, Purpose::Train, &world)?;
             let memory: Vec<MemoryForecast> =
                 programs.iter().map(|program| forecast_in(program, &layout)).collect();
             let short: Vec<u64> = memory
@@ -280,7 +310,7 @@ impl Search<'_> {
             if short.iter().all(|bytes| *bytes == 0) {
                 let simulated = simulate(&programs, &layout, &world, Settings::default())?;
                 if within.is_some_and(|within| simulated.seconds >= within) {
-                    return Ok(Outcome::Short(short));
+                    return Ok(Outcome::Slow);
                 }
                 drop(layout);
                 let planned = MixedPlanned { mixed, plan, simulated, memory };
@@ -320,7 +350,7 @@ impl Search<'_> {
             match self.play(neighbour, Some(planned.simulated.seconds * (1.0 - 1e-9)))? {
                 // What helped once may help again.
                 Outcome::Fits(other) => (planned, idle) = (*other, 0),
-                Outcome::Short(_) => (next, idle) = (next + 1, idle + 1),
+                Outcome::Short(_) | Outcome::Slow => (next, idle) = (next + 1, idle + 1),
             }
         }
     }

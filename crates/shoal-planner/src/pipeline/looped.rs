@@ -9,16 +9,23 @@ use shoal_plan::Activations;
 
 use super::candidate::Confirmed;
 use super::outcome::PipelineError;
+use super::polish::POLISHED_INSTRUCTIONS;
 use super::search::Search;
 use super::{Pipeline, Replica, Stage};
 
 impl Search<'_> {
-    /// A plan with its ends on one device, where they share something that they would have to exchange, and it fits.
-    pub(super) fn looped(&self, confirmed: &Confirmed) -> Result<Option<Confirmed>, PipelineError> {
+    /// A plan with its ends on one device, where they share something that they would have to exchange, and it fits: if it
+    /// can still be made better, or takes less than so many seconds as it is.
+    pub(super) fn looped(
+        &self,
+        confirmed: &Confirmed,
+        least: f64,
+    ) -> Result<Option<Confirmed>, PipelineError> {
         let replicas = confirmed.pipeline.replicas.iter().map(|replica| self.loop_of(replica));
         let Some(replicas) = replicas.collect::<Option<Vec<Replica>>>() else { return Ok(None) };
         let pipeline = Pipeline { replicas, ..confirmed.pipeline.clone() };
-        let tried = self.bench.step(&pipeline)?;
+        let within = if self.can_polish(&pipeline, POLISHED_INSTRUCTIONS) { f64::INFINITY } else { least };
+        let Some(tried) = self.bench.step_within(&pipeline, within)? else { return Ok(None) };
         let fits = self.bench.short(&tried).is_empty();
         let Confirmed { estimated_seconds, kind, .. } = *confirmed;
         Ok(fits.then_some(Confirmed { estimated_seconds, kind, pipeline, tried }))

@@ -1,6 +1,8 @@
 //! A good plan made better step by step: its neighbours are played through as long as that is cheap. Where steps are
 //! small, this finds what the model of them is too coarse for.
 
+use std::collections::HashMap;
+
 use shoal_plan::Activations;
 
 use super::candidate::Confirmed;
@@ -11,7 +13,7 @@ use super::{Pipeline, Replica};
 use crate::parallel;
 
 /// Instructions that may be played through to make a good plan better, step by step.
-const POLISHED_INSTRUCTIONS: usize = 150_000;
+pub(super) const POLISHED_INSTRUCTIONS: usize = 150_000;
 
 impl Search<'_> {
     /// About how many instructions a step has.
@@ -24,11 +26,21 @@ impl Search<'_> {
         pipeline.replicas.iter().map(of).sum::<usize>() + 2 * self.chain.tensors.len()
     }
 
-    /// Tries a plan's neighbours and goes where it gets better, as long as that is cheap.
-    pub(super) fn polish(&self, confirmed: &mut Confirmed) -> Result<(), PipelineError> {
+    /// Whether a plan is so small that its neighbours are tried. Of neighbours that are only looked at in part, few are the
+    /// best.
+    pub(super) fn can_polish(&self, pipeline: &Pipeline, left: usize) -> bool {
+        8 * self.instructions(pipeline) <= left
+    }
+
+    /// Tries a plan's neighbours and goes where it gets better, as long as that is cheap. `known` are plans that were tried
+    /// before, with what they do not fall below: ways from different plans often meet.
+    pub(super) fn polish(
+        &self,
+        confirmed: &mut Confirmed,
+        known: &mut HashMap<Pipeline, f64>,
+    ) -> Result<(), PipelineError> {
         let mut left = POLISHED_INSTRUCTIONS;
-        // Of neighbours that are only looked at in part, few are the best.
-        while 8 * self.instructions(&confirmed.pipeline) <= left {
+        while self.can_polish(&confirmed.pipeline, left) {
             let mut neighbours = self.neighbours(&confirmed.pipeline);
             neighbours.retain(|neighbour| match left.checked_sub(self.instructions(neighbour)) {
                 Some(rest) => {
@@ -38,12 +50,15 @@ impl Search<'_> {
                 None => false,
             });
             let least = confirmed.tried.seconds * (1.0 - 1e-9);
+            neighbours.retain(|neighbour| known.get(neighbour).is_none_or(|seconds| *seconds < least));
             let others = parallel::map(&neighbours, |neighbour| self.bench.step_within(neighbour, least));
             let mut better: Option<(usize, Tried)> = None;
             for (number, other) in others.into_iter().enumerate() {
-                let Some(other) = other? else { continue };
-                let quicker = better.as_ref().is_none_or(|(_, best)| other.seconds < best.seconds);
-                if quicker && self.bench.short(&other).is_empty() {
+                let other = other?.filter(|other| self.bench.short(other).is_empty());
+                let seconds = other.as_ref().map_or(least, |other| other.seconds);
+                known.insert(neighbours[number].clone(), seconds);
+                let Some(other) = other else { continue };
+                if better.as_ref().is_none_or(|(_, best)| other.seconds < best.seconds) {
                     better = Some((number, other));
                 }
             }

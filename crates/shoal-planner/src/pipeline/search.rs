@@ -453,12 +453,14 @@ impl<'a> Search<'a> {
         let mut best: Vec<Confirmed> =
             confirmed.drain(..confirmed.len().min(POLISHED.count(instructions))).collect();
         if instructions <= LOOPED_INSTRUCTIONS {
-            for looped in parallel::map(&best, |confirmed| self.looped(confirmed)) {
+            let least = best.first().map_or(f64::INFINITY, |best| best.tried.seconds);
+            for looped in parallel::map(&best, |confirmed| self.looped(confirmed, least)) {
                 best.extend(looped?);
             }
         }
+        let mut known = HashMap::new();
         for best in &mut best {
-            self.polish(best)?;
+            self.polish(best, &mut known)?;
         }
         confirmed.extend(best);
         confirmed.sort_by(by_time);

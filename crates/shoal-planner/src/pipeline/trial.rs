@@ -7,13 +7,14 @@ use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
 use shoal_plan::memory::forecast_in;
 use shoal_plan::one_device::StepShape;
-use shoal_plan::{DeviceRow, Layout, MemoryForecast, Op, Order, Plan, Program, Purpose, compile_paced};
+use shoal_plan::{DeviceRow, Layout, MemoryForecast, Op, Order, Plan, Program, Purpose, compile_in};
 use shoal_sim::clock::DeviceTime;
 use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 
 use super::outcome::PipelineError;
 use super::shares::Pace;
 use super::{Pipeline, Replica, State, table};
+use crate::bound::least_seconds;
 
 /// Micro-batches a device of depth, and a few more, after which every further one takes the same.
 const SETTLED: usize = 3;
@@ -63,7 +64,10 @@ impl Bench<'_> {
         let plan = self.plan(pipeline);
         let layout = Layout::new(&plan, self.chain);
         let world = FleetWorld::new(self.fleet, self.costs, &layout);
-        let programs = compile_paced(&plan, self.chain, Purpose::Train, &world)?;
+        if seconds.is_finite() && least_seconds(&layout, &world) >= seconds {
+            return Ok(None);
+        }
+        let programs = compile_in(&layout, Purpose::Train, &world)?;
         let simulated = simulate(&programs, &layout, &world, Settings::default())?;
         if simulated.seconds >= seconds {
             return Ok(None);
@@ -79,7 +83,7 @@ impl Bench<'_> {
         let plan = self.plan(pipeline);
         let layout = Layout::new(&plan, self.chain);
         let world = FleetWorld::new(self.fleet, self.costs, &layout);
-        let programs = compile_paced(&plan, self.chain, Purpose::Train, &world)?;
+        let programs = compile_in(&layout, Purpose::Train, &world)?;
         let fits = |program: &Program| {
             forecast_in(program, &layout).total() <= self.devices[program.device].budget_bytes
         };
@@ -121,7 +125,7 @@ impl Bench<'_> {
         let plan = table(self.chain, step, self.devices.to_vec(), &pipeline);
         let layout = Layout::new(&plan, self.chain);
         let world = FleetWorld::new(self.fleet, self.costs, &layout);
-        let programs = compile_paced(&plan, self.chain, Purpose::Train, &world)?;
+        let programs = compile_in(&layout, Purpose::Train, &world)?;
         let simulated = simulate(&programs, &layout, &world, Settings::default())?;
         let bytes = replica
             .stages

@@ -1,0 +1,102 @@
+//! What no course of a step is below, from its table alone: searches pass over tables that cannot be quicker than one they
+//! have, without compiling them. It is a bound of the simulator's step, so passing over changes no result.
+
+use shoal_plan::{Layout, Pace, Samples, Tier, is_remade};
+use shoal_sim::FleetWorld;
+
+/// The most of two bounds: what links and memories carry at the least, and for every device what it computes, between the
+/// soonest that something can come to it and the least that remains behind its last backward.
+pub(crate) fn least_seconds(layout: &Layout, world: &FleetWorld) -> f64 {
+    let devices = layout.plan.devices.len();
+    let mut courses = vec![Course { soonest: f64::INFINITY, busy: 0.0, rest: f64::INFINITY }; devices];
+    forwards(layout, world, &mut courses);
+    backwards(layout, world, &mut courses);
+    let whole = |course: &Course| course.soonest + course.busy + course.rest;
+    let longest = courses.iter().filter(|course| course.busy > 0.0).map(whole).fold(0.0, f64::max);
+    // Updates wait for the norm of all gradients.
+    let update = |device: usize| -> f64 {
+        let held = (0..layout.plan.tensors.len()).flat_map(|tensor| layout.held(tensor, device));
+        let own = held.filter(|held| held.holder.tier() == Tier::Device);
+        world.costs.update(device, own.map(|held| held.slice.count() as u64).sum())
+    };
+    let computed = longest + layout.members().iter().map(|device| update(*device)).fold(0.0, f64::max);
+    computed.max(world.carrying_seconds())
+}
+
+/// A device's part of a step.
+#[derive(Clone, Copy, Debug)]
+struct Course {
+    /// Seconds before its first forward.
+    soonest: f64,
+    /// That it computes.
+    busy: f64,
+    /// After its last backward.
+    rest: f64,
+}
+
+fn forwards(layout: &Layout, world: &FleetWorld, courses: &mut [Course]) {
+    let chain = layout.chain;
+    let mut done: Vec<Vec<f64>> = Vec::with_capacity(chain.layers.len());
+    for (layer, row) in chain.layers.iter().enumerate() {
+        let here = layout.shares(layer).iter().map(|share| {
+            let ready = row.inputs.iter().map(|from| {
+                let ways = way_seconds(layout, world, *from, share.samples, share.device);
+                ways.map(|(place, way)| done[*from][place] + way).fold(0.0, f64::max)
+            });
+            let ready = ready.fold(0.0, f64::max);
+            let forward = world.forward(layer, share.device, share.samples.count());
+            let again = if is_remade(chain, layer, share.activations) { forward } else { 0.0 };
+            let course = &mut courses[share.device];
+            course.soonest = course.soonest.min(ready);
+            course.busy += forward + again + world.backward(layer, share.device, share.samples.count());
+            ready + forward
+        });
+        let here = here.collect();
+        done.push(here);
+    }
+}
+
+fn backwards(layout: &Layout, world: &FleetWorld, courses: &mut [Course]) {
+    let chain = layout.chain;
+    let mut rests: Vec<Vec<f64>> = Vec::with_capacity(chain.layers.len());
+    for (layer, row) in chain.layers.iter().enumerate() {
+        let here = layout.shares(layer).iter().map(|share| {
+            let rest = row.inputs.iter().map(|from| {
+                let ways = way_seconds(layout, world, *from, share.samples, share.device);
+                let rest = ways.map(|(place, way)| {
+                    let before = layout.shares(*from)[place];
+                    let backward = world.backward(*from, before.device, before.samples.count());
+                    way + backward + rests[*from][place]
+                });
+                rest.fold(0.0, f64::max)
+            });
+            let rest = rest.fold(0.0, f64::max);
+            let course = &mut courses[share.device];
+            course.rest = course.rest.min(rest);
+            rest
+        });
+        let here = here.collect();
+        rests.push(here);
+    }
+}
+
+/// The shares of a layer that have some of these samples, by their places, and what a part of its output takes between them
+/// and a device.
+fn way_seconds<'a>(
+    layout: &'a Layout,
+    world: &'a FleetWorld,
+    layer: usize,
+    samples: Samples,
+    device: usize,
+) -> impl Iterator<Item = (usize, f64)> + 'a {
+    let shares = layout.shares_of(layer, samples);
+    let first = layout.shares(layer).partition_point(|share| share.samples.end <= samples.start);
+    shares.iter().enumerate().map(move |(offset, share)| {
+        let (start, end) = (share.samples.start.max(samples.start), share.samples.end.min(samples.end));
+        let way = match share.device == device {
+            true => 0.0,
+            false => world.transfer(layer, share.device, device, end - start),
+        };
+        (first + offset, way)
+    })
+}
