@@ -100,3 +100,48 @@ fn way_seconds<'a>(
         (first + offset, way)
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use shoal_fleet::{Costs, Fleet};
+    use shoal_plan::draw::{self, Draw};
+    use shoal_plan::{Purpose, compile_paced};
+    use shoal_sim::{Settings, simulate};
+
+    use super::*;
+
+    #[test]
+    fn no_step_is_below_its_bound() {
+        let (mut cases, mut near) = (0, 0);
+        for seed in 0..400 {
+            let mut draw = Draw::new(seed);
+            let (chain, sequence) = draw::model(&mut draw);
+            let step = draw::step(&mut draw, sequence);
+            let plan = draw::table(&chain, step, 5, &mut draw);
+            let node = |name: &str, kind: &str, count: usize| match count {
+                0 => String::new(),
+                _ => format!(
+                    "[[node]]\nname = \"{name}\"\nhost_memory = \"1 GiB\"\nnetwork = \"1 Gbit/s\"\n\
+                     devices = [{{ kind = \"{kind}\", count = {count} }}]\n"
+                ),
+            };
+            let (all, first) = (plan.devices.len(), plan.devices.len().div_ceil(2));
+            let text = [node("a", "V100", first), node("b", "T4", all - first)].concat();
+            let fleet = Fleet::parse(&text, "fleet").unwrap();
+            let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
+            let layout = Layout::new(&plan, &chain);
+            let world = FleetWorld::new(&fleet, &costs, &layout);
+            let programs = compile_paced(&plan, &chain, Purpose::Train, &world).unwrap();
+            let simulated = simulate(&programs, &layout, &world, Settings::default()).unwrap();
+            let least = least_seconds(&layout, &world);
+            assert!(
+                least <= simulated.seconds * (1.0 + 1e-9),
+                "seed {seed}: {least} > {}",
+                simulated.seconds
+            );
+            cases += 1;
+            near += usize::from(least > 0.5 * simulated.seconds);
+        }
+        assert!(near > cases / 5, "of {cases} bounds {near} are more than half of the step");
+    }
+}

@@ -61,6 +61,10 @@ struct Group {
     link: Option<Link>,
     /// Of each, without what it takes for itself.
     budgets: Vec<u64>,
+    /// Stages that the lineup gives it.
+    stages: usize,
+    /// Whether this is not the first of them.
+    is_again: bool,
 }
 
 /// Which layers are whose.
@@ -179,14 +183,14 @@ impl<'a> Model<'a> {
                 for (end, after) in ahead.filter_map(|(end, after)| Some((end, (*after)?))) {
                     // More layers would not fit either.
                     let Some(found) = line.stage(stage, &(start..end), after) else { break };
-                    if here[start].is_none_or(|best| found.seconds < best.seconds) {
+                    if here[start].is_none_or(|best| found.whole() < best.whole()) {
                         (here[start], ends[stage][start]) = (Some(found), end);
                     }
                 }
             }
             behind = here;
         }
-        let seconds = behind[0]?.seconds;
+        let seconds = behind[0]?.whole();
         let mut cut = Cut { layers: Vec::new(), seconds };
         let mut start = 0;
         for ends in &ends {
@@ -208,7 +212,12 @@ impl<'a> Model<'a> {
         if lineup.len() > layers || returns && (lineup.len() < 2 || !self.is_tied()) {
             return None;
         }
-        let groups = lineup.iter().map(|devices| self.group(devices, piece, sums)).collect();
+        let group = |(place, devices): (usize, &Vec<usize>)| Group {
+            stages: lineup.iter().filter(|other| *other == devices).count(),
+            is_again: lineup[..place].contains(devices),
+            ..self.group(devices, piece, sums)
+        };
+        let groups = lineup.iter().enumerate().map(group).collect();
         let after = lineup.iter().skip(1).chain(lineup.first().filter(|_| returns));
         let links = lineup.iter().zip(after).map(|(from, to)| self.fleet.link(from[0], to[0])).collect();
         Some(Line { model: self, wanted, sums, groups, links, layers })
@@ -241,6 +250,8 @@ impl<'a> Model<'a> {
             first: devices[0],
             link: devices.get(1).map(|second| self.fleet.link(devices[0], *second)),
             budgets: devices.iter().map(budget).collect(),
+            stages: 1,
+            is_again: false,
         }
     }
 }
@@ -251,6 +262,15 @@ struct Behind {
     seconds: f64,
     /// One piece, there and back.
     way: f64,
+    /// What groups are busy with all their stages, where this is not the first of those: it does not begin here.
+    level: f64,
+}
+
+impl Behind {
+    /// If nothing came before.
+    fn whole(&self) -> f64 {
+        self.seconds.max(self.level)
+    }
 }
 
 /// A lineup at one size of pieces.
@@ -271,7 +291,7 @@ impl Line<'_> {
     fn last(&self) -> Behind {
         let seconds =
             if self.wanted.returns { self.one_piece(0, &self.head(), Activations::Keep) } else { 0.0 };
-        Behind { seconds, way: seconds }
+        Behind { seconds, way: seconds, level: 0.0 }
     }
 
     fn head(&self) -> Range<usize> {
@@ -294,13 +314,17 @@ impl Line<'_> {
             network = link.seconds(bytes * self.model.step.global_batch as u64);
             one += 2.0 * link.seconds(bytes * self.wanted.piece as u64);
         }
+        // A group with several stages is taken to have as much in each.
+        let all = group.stages as f64 * busy;
+        let level = if group.is_again { behind.level.max(all) } else { behind.level };
+        busy = if group.is_again { busy } else { all };
         // With few on the way at a time, a group waits for them to come back.
         let turns = group.rounds as f64 / under_way.min(group.rounds).max(1) as f64;
         busy = busy.max(turns * (one + behind.way));
         // Only the first group has nobody before it whose backwards hide what it adds up.
         let path = one + behind.seconds + if stage == 0 { reduced } else { 0.0 };
         let seconds = (busy + reduced).max(path).max(one + network);
-        Some(Behind { seconds, way: one + behind.way })
+        Some(Behind { seconds, way: one + behind.way, level })
     }
 
     /// Updates wait for the norm of all gradients; then the first group renews its copies.
@@ -341,7 +365,9 @@ impl Line<'_> {
         // Who has not all of the state adds up gradients that others hold.
         let own = if group.members > 1 { copy + ELEMENT_BYTES * parameters } else { 0 };
         let own = own + wanted.reserves[stage];
-        let room: u64 = group.budgets.iter().map(|budget| budget.checked_sub(own)).sum::<Option<u64>>()?;
+        let stages = group.stages as u64;
+        let rooms = group.budgets.iter().map(|budget| (budget / stages).checked_sub(own));
+        let room: u64 = rooms.sum::<Option<u64>>()?;
         let kept = if wanted.activations[stage] == Activations::Keep { &model.saved } else { &model.inputs };
         let piece = (kept[run.end] - kept[run.start]) * wanted.piece as u64;
         let left = room.checked_sub(states)? / group.members as u64;

@@ -4,12 +4,26 @@
 use shoal_fleet::Fleet;
 
 /// Fleets of so few nodes that they are tried in every order, each cut into groups by itself.
-const FEW_NODES: usize = 2;
+pub(super) const FEW_NODES: usize = 2;
 
 /// Groups in the order of their stages.
 pub(super) type Lineup = Vec<Vec<usize>>;
 
-/// All that are worth a look; `speeds` by device.
+/// How often pieces may pass all groups: where each has several stages, the first piece is at the last group sooner, and less
+/// of the step is spent filling and draining.
+const TURNS: [usize; 2] = [2, 3];
+/// Lineups of no more groups are passed so often.
+const GROUPS_IN_TURN_MOST: usize = 12;
+
+/// A lineup that pieces pass several times, each group having as many stages.
+pub(super) fn in_turns(lineup: &Lineup) -> Vec<Lineup> {
+    match (2..=GROUPS_IN_TURN_MOST).contains(&lineup.len()) {
+        true => TURNS.into_iter().map(|turns| vec![&lineup[..]; turns].concat()).collect(),
+        false => Vec::new(),
+    }
+}
+
+/// All in which every group has one stage that are worth a look; `speeds` by device.
 pub(super) fn lineups(fleet: &Fleet, speeds: &[f64]) -> Vec<Lineup> {
     let few = fleet.nodes.len() <= FEW_NODES;
     let nodes: Vec<usize> = (0..fleet.nodes.len()).collect();

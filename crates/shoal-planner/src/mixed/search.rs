@@ -9,7 +9,7 @@ use shoal_plan::{Activations, DeviceRow, Layout, Order, Purpose, Residence, comp
 use shoal_sim::{FleetWorld, Settings, simulate};
 
 use super::cut::{Cut, Model, Wanted};
-use super::lineup::{Lineup, lineups};
+use super::lineup::{FEW_NODES, Lineup, in_turns, lineups};
 use super::table::table;
 use super::{GroupStage, Mixed, MixedPlanned, PlayError};
 use crate::bound::least_seconds;
@@ -24,6 +24,11 @@ const TRIED_MOST: usize = 60;
 /// How many of those are improved, at most: fewer where every device is a stage, since those have more neighbours.
 const POLISHED_MOST: usize = 5;
 const POLISHED_SINGLES_MOST: usize = 3;
+/// The same of lineups that pieces pass several times.
+const POLISHED_AGAIN_MOST: usize = 2;
+/// Of lineups that pieces pass once, so many of the best are looked at with several turns too, at so many sizes of pieces.
+const IN_TURNS_MOST: usize = 16;
+const IN_TURNS_SIZES: usize = 2;
 /// How much longer than the best a pipeline may take by the model to be tried at all.
 const PROMISING: f64 = 1.4;
 /// How often a pipeline is changed because its forecast was too high.
@@ -51,8 +56,8 @@ pub fn plan(
     search(chain, step, fleet, costs, false)
 }
 
-/// The same search where every group is one device that has one stage: a plain pipeline of one replica, beside which
-/// mixtures can be held.
+/// The same search where every group is one device: a plain pipeline of one replica, beside which mixtures can be held. A
+/// device may have several stages that do not follow each other.
 pub fn plan_singles(
     chain: &Chain,
     step: StepShape,
@@ -78,12 +83,11 @@ fn search(
     let pieces = sizes(chain, step.global_batch);
     let model = Model::new(chain, step, fleet, costs, &devices, &pieces);
     let search = Search { model: &model, devices: &devices, singles };
-    let mut tried = search.try_best(search.candidates(&pieces))?;
-    let places = chosen(&tried, search.most());
-    let mut place = 0..;
-    tried.retain(|_| place.next().is_some_and(|place| places.contains(&place)));
-    let mut best: Option<MixedPlanned> = None;
+    let (once, again) = search.candidates(&pieces);
+    let mut tried = search.try_best(once, if singles { POLISHED_SINGLES_MOST } else { POLISHED_MOST })?;
     let share = search.effort(POLISHED_INSTRUCTIONS) / tried.len().max(1);
+    tried.extend(search.try_best(again, POLISHED_AGAIN_MOST)?);
+    let mut best: Option<MixedPlanned> = None;
     for planned in tried {
         let polished = search.polish(planned, share)?;
         if best.as_ref().is_none_or(|best| polished.simulated.seconds < best.simulated.seconds) {
@@ -150,7 +154,7 @@ enum Outcome {
 struct Search<'a> {
     model: &'a Model<'a>,
     devices: &'a [DeviceRow],
-    /// Whether every group is one device that has one stage.
+    /// Whether every group is one device.
     singles: bool,
 }
 
@@ -161,36 +165,62 @@ impl Search<'_> {
         if large { instructions / LARGE_PART } else { instructions }
     }
 
-    /// All that are in question, the best by the model first.
-    fn candidates(&self, pieces: &[usize]) -> Vec<Candidate> {
+    fn instructions(&self, mixed: &Mixed) -> usize {
+        let piece = mixed.stages.iter().map(|stage| stage.piece).min().unwrap_or(1);
+        instructions(self.model.chain, self.model.step.global_batch, piece)
+    }
+
+    /// All in question whose groups have one stage each, and those made of the best of them whose groups have several; the
+    /// best by the model first.
+    fn candidates(&self, pieces: &[usize]) -> (Vec<Candidate>, Vec<Candidate>) {
+        let cut = |lineups: &[Lineup], pieces: &[usize]| -> Vec<Candidate> {
+            let mut found: Vec<Candidate> =
+                lineups.iter().flat_map(|lineup| self.cuts(lineup, pieces)).collect();
+            found.sort_by(|a, b| a.cut.seconds.total_cmp(&b.cut.seconds));
+            found
+        };
+        let fleet = self.model.fleet;
+        let once = cut(&lineups(fleet, &self.model.speeds()), pieces);
+        let mut best: Vec<&Lineup> = Vec::new();
+        for Candidate { lineup, .. } in &once {
+            if best.len() < IN_TURNS_MOST && !best.contains(&lineup) {
+                best.push(lineup);
+            }
+        }
+        let turns: Vec<Lineup> = best.into_iter().flat_map(in_turns).collect();
+        // Many pieces are what keeps groups busy between their turns.
+        let small = &pieces[..pieces.len().min(IN_TURNS_SIZES)];
+        let again = if fleet.nodes.len() <= FEW_NODES { cut(&turns, small) } else { Vec::new() };
+        (once, again)
+    }
+
+    /// A lineup's cuts, where it is of the kind that is looked for.
+    fn cuts(&self, lineup: &Lineup, pieces: &[usize]) -> Vec<Candidate> {
         let mut found = Vec::new();
-        for lineup in lineups(self.model.fleet, &self.model.speeds()) {
-            for returns in [false, true] {
-                let single = lineup.iter().all(|group| group.len() == 1) && !returns;
-                if single != self.singles {
-                    continue;
-                }
-                // What is last has one piece on the way, and room for it.
-                let mut lean = vec![Activations::Recompute; lineup.len()];
-                lean[lineup.len() - 1] = Activations::Keep;
-                for ways in [vec![Activations::Keep; lineup.len()], lean] {
-                    for piece in pieces.iter().copied() {
-                        let reserves = &vec![0; lineup.len()];
-                        let wanted = Wanted { lineup: &lineup, returns, piece, activations: &ways, reserves };
-                        if let Some(cut) = self.model.cut(&wanted) {
-                            let (lineup, ways) = (lineup.clone(), ways.clone());
-                            found.push(Candidate { lineup, returns, piece, ways, cut });
-                        }
+        // What is last has one piece on the way, and room for it.
+        let mut lean = vec![Activations::Recompute; lineup.len()];
+        lean[lineup.len() - 1] = Activations::Keep;
+        for returns in [false, true] {
+            let single = lineup.iter().all(|group| group.len() == 1) && !returns;
+            if single != self.singles {
+                continue;
+            }
+            for ways in [vec![Activations::Keep; lineup.len()], lean.clone()] {
+                for piece in pieces.iter().copied() {
+                    let reserves = &vec![0; lineup.len()];
+                    let wanted = Wanted { lineup, returns, piece, activations: &ways, reserves };
+                    if let Some(cut) = self.model.cut(&wanted) {
+                        let (lineup, ways) = (lineup.clone(), ways.clone());
+                        found.push(Candidate { lineup, returns, piece, ways, cut });
                     }
                 }
             }
         }
-        found.sort_by(|a, b| a.cut.seconds.total_cmp(&b.cut.seconds));
         found
     }
 
-    /// The best candidates that fit, played through, the quickest first.
-    fn try_best(&self, candidates: Vec<Candidate>) -> Result<Vec<MixedPlanned>, PlayError> {
+    /// The best candidates that fit, played through: the quickest of so many lineups, first of all the quickest.
+    fn try_best(&self, candidates: Vec<Candidate>, most: usize) -> Result<Vec<MixedPlanned>, PlayError> {
         let mut tried: Vec<MixedPlanned> = Vec::new();
         let Some(least) = candidates.first().map(|first| first.cut.seconds) else { return Ok(tried) };
         let (mut spent, mut count) = (0, 0);
@@ -204,27 +234,20 @@ impl Search<'_> {
             }
             spent += instructions(self.model.chain, self.model.step.global_batch, candidate.piece);
             count += 1;
-            let within = self.slowest_chosen(&tried);
+            // Who takes longer than the last of those will not be among them.
+            let places = chosen(&tried, most);
+            let last = places.last().filter(|_| places.len() == most);
+            let within = last.map(|place| tried[*place].simulated.seconds);
             if let Some(planned) = self.fitted(candidate, within)? {
                 let place =
                     tried.partition_point(|other| other.simulated.seconds <= planned.simulated.seconds);
                 tried.insert(place, planned);
             }
         }
+        let places = chosen(&tried, most);
+        let mut place = 0..;
+        tried.retain(|_| place.next().is_some_and(|place| places.contains(&place)));
         Ok(tried)
-    }
-
-    /// What the slowest takes of those that will be improved as it stands: who takes longer will not be among them. None
-    /// while there are not so many.
-    fn slowest_chosen(&self, tried: &[MixedPlanned]) -> Option<f64> {
-        let places = chosen(tried, self.most());
-        let last = places.last().filter(|_| places.len() == self.most());
-        last.map(|place| tried[*place].simulated.seconds)
-    }
-
-    /// How many are improved.
-    fn most(&self) -> usize {
-        if self.singles { POLISHED_SINGLES_MOST } else { POLISHED_MOST }
     }
 
     /// A candidate, made to fit: groups that lack memory have fewer pieces on the way, then keep less of their
@@ -283,7 +306,8 @@ impl Search<'_> {
         let own = lineup[group].len();
         let devices = lineup[group..].iter().map(Vec::len).sum::<usize>() + if returns { own } else { 0 };
         let all = self.model.step.global_batch.div_ceil(piece).div_ceil(own);
-        (UNDER_WAY * devices).div_ceil(own).min(all * if returns { 2 } else { 1 })
+        let stages = lineup.iter().filter(|other| **other == lineup[group]).count() + usize::from(returns);
+        (UNDER_WAY * devices).div_ceil(own).min(all * stages)
     }
 
     /// Compiles a pipeline, divides its state by the rooms that are left, and plays it through if it fits and may be
@@ -343,8 +367,7 @@ impl Search<'_> {
                 return Ok(planned);
             }
             let neighbour = neighbours.swap_remove(next % neighbours.len());
-            let piece = neighbour.stages.iter().map(|stage| stage.piece).min().unwrap_or(1);
-            let work = instructions(self.model.chain, self.model.step.global_batch, piece);
+            let work = self.instructions(&neighbour);
             let Some(rest) = left.checked_sub(work) else { return Ok(planned) };
             left = rest;
             match self.play(neighbour, Some(planned.simulated.seconds * (1.0 - 1e-9)))? {
@@ -367,7 +390,7 @@ impl Search<'_> {
         };
         for (place, stages) in mixed.stages.windows(2).enumerate() {
             // A head that returns stays what it is.
-            let returned = stages[1].devices == mixed.stages[0].devices;
+            let returned = place + 2 == mixed.stages.len() && stages[1].devices == mixed.stages[0].devices;
             if stages[1].layers.len() > 1 && !returned {
                 with(&|mixed| {
                     mixed.stages[place].layers.end += 1;

@@ -148,7 +148,9 @@ pub struct Case {
     pub shared_within_five_percent: Outcome,
     /// The same of those no slower than the greedy rule: what DeepPool's own multiplexing is to be compared with.
     pub shared_at_greedy_pace: Outcome,
-    /// What no sharing can pass: every device always at work, at one device's pace.
+    /// What no sharing can pass: every device always at work, the foreground's part of it done at the best pace that any of
+    /// its layers has at any number of samples. Background work is counted in devices that do nothing else, so that what
+    /// data parallelism wastes of its devices is all there is to gain.
     pub throughput_ceiling: f64,
 }
 
@@ -274,8 +276,19 @@ pub fn case(
         shared: shared(paces[0])?,
         shared_within_five_percent: shared(paces[1])?,
         shared_at_greedy_pace: shared(paces[2])?,
-        throughput_ceiling: devices as f64 * plain.step_seconds / single.step_seconds,
+        throughput_ceiling: devices as f64 * plain.step_seconds
+            / least_device_seconds(measured, global_batch),
     })
+}
+
+/// Device-seconds that no division of a step's samples is below: every layer at its best pace.
+fn least_device_seconds(measured: &Measured, global_batch: usize) -> f64 {
+    let curves = measured.forward.iter().zip(&measured.backward);
+    let least = curves.map(|(forward, backward)| {
+        let of_sample = |samples: usize| (forward.at(samples) + backward.at(samples)) / samples as f64;
+        (1..=global_batch).map(of_sample).fold(f64::INFINITY, f64::min)
+    });
+    global_batch as f64 * least.sum::<f64>()
 }
 
 /// How much slower a foreground may be made by what it shares its devices with.
