@@ -20,6 +20,7 @@ use shoal_service::worker_driver::{Happening, Notable, WorkerDriver};
 use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
 use crate::job::{DeviceChoice, parse_bytes};
+use crate::live::leash::Leash;
 use crate::live::worker::{Given, Hired, pass_on};
 
 #[derive(clap::Args)]
@@ -65,6 +66,8 @@ pub struct Options {
     /// How long it takes at most to hand over its work when it is told to go
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     grace: u64,
+    #[command(flatten)]
+    leash: Leash,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -87,6 +90,7 @@ const PEERS: Settings = Settings {
 };
 
 pub fn run(options: Options) -> Result {
+    options.leash.hold();
     let name = options.name.clone().unwrap_or_else(host_name);
     let token: Option<JoinToken> = options.token.as_deref().map(str::parse).transpose()?;
     let folder = options.folder.clone().unwrap_or_else(|| state_folder().join("workers").join(&name));

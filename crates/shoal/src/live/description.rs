@@ -5,9 +5,14 @@
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use shoal_control::controller::state::{Class, Interval, JobSpec};
+use shoal_engine::Interval as Asked;
 
 use crate::error::{CliError, Result};
 use crate::job::Job;
+
+/// More than any fleet has: a job takes what helps it.
+const WORKERS_MAX: usize = 10_000;
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -38,5 +43,24 @@ impl Description {
 
     pub fn job(&self) -> Result<Job> {
         Job::parse(&self.file, &self.text)
+    }
+
+    /// What the controller is told of it.
+    pub fn spec(&self, job: &Job, class: Class, priority: i32) -> JobSpec {
+        JobSpec {
+            name: job.name.clone(),
+            class,
+            priority,
+            steps: job.steps,
+            workers_min: 1,
+            workers_max: WORKERS_MAX,
+            checkpoint_every: match job.checkpoint_every {
+                Asked::Steps(steps) => Interval::Steps(steps),
+                // The controller counts steps, and knows best what saving costs on its fleet.
+                Asked::Time(_) | Asked::Auto => Interval::Auto,
+            },
+            checkpoints_kept: job.checkpoints_kept,
+            description: self.to_text(),
+        }
     }
 }

@@ -3,11 +3,15 @@
 //! - [`description`]: a job as it travels.
 //! - [`planner`]: plans for the workers that are there; [`members`], the fleet that they make.
 //! - [`worker`]: a worker's device, and a job's parts on it.
-//! - [`reach`] and [`follow`]: how commands find a controller, and follow a job.
+//! - [`reach`] and [`follow`]: how commands find a controller, and follow a job; [`receipt`], where its time went.
+//! - [`own_fleet`]: a whole fleet on this machine for as long as a command runs; [`leash`], what ends it with the command.
 
 pub mod description;
 pub mod follow;
+pub mod leash;
 pub mod members;
+pub mod own_fleet;
 pub mod planner;
 pub mod reach;
+pub mod receipt;
 pub mod worker;
