@@ -188,6 +188,11 @@ impl Shown<'_> {
         until.map(|((_, fleet), (_, alone))| ((fleet - alone) / alone).abs()).fold(0.0, f64::max)
     }
 
+    /// Up to where differences of last bits have not had the time to grow.
+    fn early(&self) -> u64 {
+        self.course.view.step / 10
+    }
+
     fn json(&self) -> Value {
         let Shown { course, alone, answers, .. } = self;
         let account = &course.account;
@@ -209,8 +214,7 @@ impl Shown<'_> {
             "loss": course.losses.last().map(|last| last.1), "steps": course.view.step,
             "seconds": course.seconds, "picture": self.picture_path,
             "alone": { "loss": alone.loss, "seconds": alone.seconds },
-            "difference": { "at_the_kill": self.difference(course.killed.as_ref().map_or(0, |at| at.step)),
-                "whole": self.difference(u64::MAX) },
+            "difference": { "early": self.difference(self.early()), "whole": self.difference(u64::MAX) },
             "killed": killed, "joined": joined, "receipt": course.receipt,
         })
     }
@@ -235,11 +239,10 @@ impl Shown<'_> {
     fn print_curves(&self) {
         let (loss, alone) = (self.course.losses.last().map(|last| last.1), self.alone.loss);
         let text = |loss: Option<f64>| loss.map_or("unknown".into(), |loss| format!("{loss:.4}"));
-        let early = self.course.view.step / 10;
+        let early = self.early();
+        println!("\nIt ends at {}, on one device at {}.", text(loss), text(alone));
         println!(
-            "\nIt ends at {}, on one device at {}. Over the first {early} steps the two differ by {:.0e} at most, relatively:\nplans add up in different orders, and so large a learning rate makes last bits grow.",
-            text(loss),
-            text(alone),
+            "Over the first {early} steps the two differ by {:.0e} of the loss at most. Each plan adds up in an order of its\nown, and so large a learning rate makes differences of last bits grow.",
             self.difference(early)
         );
     }
@@ -283,7 +286,8 @@ fn print_plan(when: &str, plan: Option<&InForce>) {
     let Some(plan) = plan else { return };
     println!("  {when}, with {} workers:", plan.workers.len());
     let row = |part: &account::WorkerPart| {
-        vec![format!("    {}", part.worker), part.computes.clone(), part.keeps.clone()]
+        let computes = part.computes.as_deref().unwrap_or("computes nothing").to_owned();
+        vec![format!("    {}", part.worker), computes, part.keeps.clone()]
     };
     let text = table(&["", "", ""], plan.workers.iter().map(row));
     // The table's head is empty here.

@@ -49,12 +49,12 @@ fn whole(receipt: &ReceiptView) -> String {
 fn parts(receipt: &ReceiptView) -> String {
     let priced = receipt.dollars > 0.0;
     let row = |part: &PartView| {
-        let mut row =
-            vec![format!("  {}", part.part), format!("{:.1}", part.device_seconds), percent(part.share)];
+        let (seconds, share) = (format!("{:>14.1}", part.device_seconds), percent(part.share));
+        let mut row = vec![format!("  {}", part.part), seconds, format!("{share:>7}")];
         row.extend(priced.then(|| dollars(part.dollars)));
         row
     };
-    let head = ["  where it went", "device-seconds", "share", "dollars"];
+    let head = ["  where it went", "device-seconds", "  share", "dollars"];
     table(&head[..if priced { 4 } else { 3 }], receipt.parts.iter().map(row))
 }
 

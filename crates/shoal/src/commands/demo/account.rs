@@ -18,7 +18,8 @@ use crate::show::percent;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct WorkerPart {
     pub worker: String,
-    pub computes: String,
+    /// Nothing, for one that only keeps something.
+    pub computes: Option<String>,
     pub keeps: String,
 }
 
@@ -80,12 +81,10 @@ impl Account {
                 self.joined.insert(name.clone(), at_ms);
                 names.insert(worker, name);
             }
-            Record::Job { change: Change::Committed { step, .. }, .. } => self.steps.push((at_ms, step)),
-            Record::Job { change: Change::Decided { step, .. }, .. } => {
-                // The last step before a change may be counted by it alone.
-                if self.steps.last().is_none_or(|(_, last)| *last < step) {
-                    self.steps.push((at_ms, step));
-                }
+            // The last step before a change of plan may be counted by it alone.
+            Record::Job { change: Change::Committed { step, .. } | Change::Decided { step, .. }, .. } => {
+                let is_new = self.steps.last().is_none_or(|(_, last)| *last != step);
+                self.steps.extend(is_new.then_some((at_ms, step)));
             }
             Record::Job { change: Change::Moving { plan, .. }, .. } => *moving = Some(plan),
             Record::Job { change: Change::Started, .. } => {
@@ -133,7 +132,7 @@ fn parts(plan: &Plan, names: &BTreeMap<WorkerId, String>) -> Result<Vec<WorkerPa
 }
 
 /// `embedding to head: 16 of 64 samples`, and so on where a device's layers differ.
-fn computes(table: &shoal_plan::Plan, device: usize) -> String {
+fn computes(table: &shoal_plan::Plan, device: usize) -> Option<String> {
     let mut runs: Vec<(&str, &str, usize)> = Vec::new();
     for row in &table.layers {
         let own = row.compute.iter().filter(|compute| compute.device == device);
@@ -148,7 +147,7 @@ fn computes(table: &shoal_plan::Plan, device: usize) -> String {
         format!("{layers}: {samples} of {} samples", table.global_batch)
     };
     let texts: Vec<String> = runs.into_iter().filter(|run| run.2 > 0).map(text).collect();
-    if texts.is_empty() { "computes nothing".to_owned() } else { texts.join(", ") }
+    (!texts.is_empty()).then(|| texts.join(", "))
 }
 
 /// How much of the state is here, and how much of what others have is mirrored here.

@@ -1,6 +1,5 @@
 //! The fleet's hour: a controller and four workers train the job, one worker is killed, another one joins.
 
-use std::cell::RefCell;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -92,14 +91,12 @@ struct Trial<'a> {
 impl Trial<'_> {
     fn follow(&mut self, number: u64) -> Result<JobView> {
         let (fleet, quiet) = (self.fleet, self.quiet);
-        let members: RefCell<Vec<String>> = RefCell::default();
         let mut last = (0, Instant::now());
         let mut ask = |after: u64| {
             // What fails here is a process that has ended, if one has.
             let logs = fleet.client.logs(number, after, true);
             fleet.check()?;
             let logs = logs?;
-            *members.borrow_mut() = logs.job.workers.clone();
             if logs.job.step > last.0 {
                 last = (logs.job.step, Instant::now());
             }
@@ -116,7 +113,7 @@ impl Trial<'_> {
             }
             let (step, loss) = (line["step"].as_u64(), line["loss"].as_f64());
             self.losses.extend(step.zip(loss));
-            step.map_or(Ok(()), |step| self.act(step, &members.borrow(), &progress))
+            step.map_or(Ok(()), |step| self.act(step, &progress))
         };
         let view = follow_by(&mut ask, 0, &mut show, &mut |_| {})?;
         progress.finish();
@@ -124,15 +121,13 @@ impl Trial<'_> {
     }
 
     /// What is done to the fleet after a step.
-    fn act(&mut self, step: u64, members: &[String], progress: &Progress) -> Result {
+    fn act(&mut self, step: u64, progress: &Progress) -> Result {
         let is_past = |part: u64| step >= self.job.steps * part / 100;
         let happened = |worker: &str| Happened { worker: worker.to_owned(), step, at_ms: unix_ms() };
         if self.killed.is_none() && is_past(KILL_AT) {
-            // One who has a part in the plan, and is not gone already.
-            let victim = members.iter().rev().find(|name| WORKERS.contains(&name.as_str()));
-            let Some(victim) = victim.filter(|_| members.len() > 1) else { return Ok(()) };
-            self.killed = Some(happened(victim));
-            self.fleet.kill(victim)?;
+            let Some(victim) = self.victim()? else { return Ok(()) };
+            self.killed = Some(happened(&victim));
+            self.fleet.kill(&victim)?;
             progress.say(&format!("step {step}: worker {victim} is killed (SIGKILL)"));
         } else if self.killed.is_some() && self.joined.is_none() && is_past(JOIN_AT) {
             self.joined = Some(happened(NEWCOMER));
@@ -140,5 +135,13 @@ impl Trial<'_> {
             progress.say(&format!("step {step}: worker {NEWCOMER} joins"));
         }
         Ok(())
+    }
+
+    /// One of several workers of the plan in force, who computes.
+    fn victim(&self) -> Result<Option<String>> {
+        let account = Account::read(&self.fleet.client)?;
+        let Some(plan) = account.plans.last().filter(|plan| plan.workers.len() > 1) else { return Ok(None) };
+        let computing = plan.workers.iter().rev().find(|part| part.computes.is_some());
+        Ok(computing.map(|part| part.worker.clone()))
     }
 }

@@ -63,7 +63,7 @@ shuffle = true
 global_batch = 48
 steps = 600
 seed = 0
-optimizer = { kind = "adamw", lr = 4e-3, betas = [0.9, 0.98], weight_decay = 0.1, clip_norm = 1.0 }
+optimizer = { kind = "adamw", lr = 3e-3, betas = [0.9, 0.98], weight_decay = 0.1, clip_norm = 0.3 }
 schedule = { kind = "cosine", warmup = 50, final = 0.05 }
 
 [checkpoint]
