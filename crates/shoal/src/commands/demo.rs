@@ -41,6 +41,8 @@ pub struct Options {
 
 /// Sums shown at the end.
 const SHOWN: usize = 8;
+/// Steps on either side of the kill whose losses are compared.
+const AROUND: u64 = 20;
 
 pub fn run(options: Options) -> Result {
     let dir = &options.dir;
@@ -151,10 +153,10 @@ fn fleet(options: &Options, job_path: &Path, held_out: &[Sum]) -> Result {
     let job = description.job()?;
     let course = course::run(dir, &job, &description, &processes, quiet)?;
     let picture_path = dir.join("demo.svg");
-    std::fs::write(&picture_path, picture::svg(&course, &alone_losses))
-        .map_err(CliError::at(&picture_path))?;
     let answers = Answers::of(&job.run_folder, held_out)?;
     let shown = Shown { course, alone, alone_losses, answers, dir, picture_path };
+    let picture = picture::svg(&shown.course, &shown.alone_losses, &shown.comparison());
+    std::fs::write(&shown.picture_path, picture).map_err(CliError::at(&shown.picture_path))?;
     match options.json {
         true => println!("{}", shown.json()),
         false => shown.print(),
@@ -190,7 +192,16 @@ impl Shown<'_> {
 
     /// Up to where differences of last bits have not had the time to grow.
     fn early(&self) -> u64 {
-        self.course.view.step / 10
+        self.course.view.step / 20
+    }
+
+    /// Each plan adds up in an order of its own, and so large a learning rate soon makes something of it.
+    fn comparison(&self) -> String {
+        let early = self.early();
+        let difference = self.difference(early);
+        format!(
+            "Over the first {early} steps they differ by {difference:.0e} at most; then last bits grow, kill or no kill."
+        )
     }
 
     fn json(&self) -> Value {
@@ -239,16 +250,11 @@ impl Shown<'_> {
     fn print_curves(&self) {
         let (loss, alone) = (self.course.losses.last().map(|last| last.1), self.alone.loss);
         let text = |loss: Option<f64>| loss.map_or("unknown".into(), |loss| format!("{loss:.4}"));
-        let early = self.early();
-        println!("\nIt ends at {}, on one device at {}.", text(loss), text(alone));
-        println!(
-            "Over the first {early} steps the two differ by {:.0e} of the loss at most. Each plan adds up in an order of its\nown, and so large a learning rate makes differences of last bits grow.",
-            self.difference(early)
-        );
+        println!("\nIt ends at {}, on one device at {}. {}", text(loss), text(alone), self.comparison());
     }
 
     fn print_changes(&self) {
-        let Course { account, killed, joined, view, .. } = &self.course;
+        let Course { losses, account, killed, joined, view, .. } = &self.course;
         let Some(killed) = killed else {
             println!("\nNobody was killed: the plan had no second worker at the time.");
             return;
@@ -261,8 +267,15 @@ impl Shown<'_> {
             ),
             None => println!("The others went on with the plan that they had."),
         }
-        print_plan("before", account.before(killed.at_ms));
-        print_plan("after", account.next(killed.at_ms, &killed.worker, false));
+        let around = |losses: &[(u64, f64)]| mean_around(losses, killed.step);
+        if let (Some(fleet), Some(alone)) = (around(losses), around(&self.alone_losses)) {
+            println!(
+                "The loss of the {AROUND} steps before and after it: {:.3} and {:.3}; on one device {:.3} and {:.3}.",
+                fleet.0, fleet.1, alone.0, alone.1
+            );
+        }
+        print_plan("the plan before", account.before(killed.at_ms));
+        print_plan("the plan after", account.next(killed.at_ms, &killed.worker, false));
         let Some(joined) = joined else { return };
         let plan = account.next(joined.at_ms, NEWCOMER, true);
         match (plan, account.declined) {
@@ -278,13 +291,24 @@ impl Shown<'_> {
             ),
             (None, None) => println!("\nWorker {NEWCOMER} joined too late to get work."),
         }
-        print_plan("with it", plan);
+        print_plan("the plan with it", plan);
     }
+}
+
+/// The mean of a few steps up to one, and of those after it.
+fn mean_around(losses: &[(u64, f64)], step: u64) -> Option<(f64, f64)> {
+    let mean = |first: u64| {
+        let some =
+            losses.iter().filter(|(step, _)| (first..first + AROUND).contains(step)).map(|some| some.1);
+        let (count, sum) = some.fold((0_u32, 0.0), |(count, sum), loss| (count + 1, sum + loss));
+        (count > 0).then(|| sum / f64::from(count))
+    };
+    Some((mean((step + 1).saturating_sub(AROUND))?, mean(step + 1)?))
 }
 
 fn print_plan(when: &str, plan: Option<&InForce>) {
     let Some(plan) = plan else { return };
-    println!("  {when}, with {} workers:", plan.workers.len());
+    println!("  {when} ({} workers):", plan.workers.len());
     let row = |part: &account::WorkerPart| {
         let computes = part.computes.as_deref().unwrap_or("computes nothing").to_owned();
         vec![format!("    {}", part.worker), computes, part.keeps.clone()]

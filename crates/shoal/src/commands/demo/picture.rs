@@ -11,7 +11,7 @@ const LEFT: f64 = 64.0;
 const RIGHT: f64 = 24.0;
 const PANEL: f64 = 230.0;
 /// Of the first panel's frame, and from the end of one to the next: axis, its name, the next one's title and marks.
-const TOP: f64 = 88.0;
+const TOP: f64 = 104.0;
 const BETWEEN: f64 = 110.0;
 const BELOW: f64 = 52.0;
 /// Marks' words stand above their panel, in two rows, so that neighbours do not meet.
@@ -133,7 +133,8 @@ fn marks(course: &Course, began_ms: u64) -> (Vec<Mark>, Vec<Mark>) {
     (by_step, by_second)
 }
 
-pub fn svg(course: &Course, alone: &[(u64, f64)]) -> String {
+/// With a sentence on how the two curves compare.
+pub fn svg(course: &Course, alone: &[(u64, f64)], note: &str) -> String {
     let points = |losses: &[(u64, f64)]| -> Vec<(f64, f64)> {
         losses.iter().map(|(step, loss)| (*step as f64, *loss)).collect()
     };
@@ -155,6 +156,7 @@ pub fn svg(course: &Course, alone: &[(u64, f64)]) -> String {
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" height=\"{height}\" font-family=\"sans-serif\" font-size=\"12\" fill=\"#333333\">\n<rect width=\"{WIDTH}\" height=\"{height}\" fill=\"#ffffff\"/>\n<text x=\"{LEFT}\" y=\"26\" font-size=\"16\">shoal demo: a fleet that loses a worker and gets another</text>\n"
     );
     out += &legend();
+    let _ = writeln!(out, "<text x=\"{LEFT}\" y=\"68\" fill=\"#666666\">{}</text>", escaped(note));
     out += &(loss.frame() + &loss.line(&alone, ALONE, 5.0) + &loss.line(&fleet, FLEET, 1.5));
     out += &loss.marks(&by_step);
     out += &(pause(course, began_ms, &time) + &time.frame() + &time.line(&counted, FLEET, 2.0));
