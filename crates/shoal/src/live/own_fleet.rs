@@ -63,8 +63,12 @@ impl Process {
         let said = |start: &str| log.lines().rev().find_map(|line| line.strip_prefix(start));
         let what = said("error: ").map_or_else(|| format!("it ended: {how}"), str::to_owned);
         let hint = said("hint: ").map_or_else(|| format!("see {}", self.log.display()), str::to_owned);
-        CliError::said(format!("the {} of this fleet: {what}", self.name), hint)
+        CliError::said(format!("{}: {what}", who(&self.name)), hint)
     }
+}
+
+fn who(name: &str) -> String {
+    if name == CONTROLLER { "this fleet's controller".to_owned() } else { format!("worker {name}") }
 }
 
 pub struct OwnFleet {
@@ -148,10 +152,7 @@ fn spawn(
     command.stdin(Stdio::piped()).stderr(errors).process_group(0);
     command.env("XDG_STATE_HOME", folder.join("state")).env_remove(ACCESS_VARIABLE);
     let mut child = command.spawn().map_err(|error| {
-        CliError::said(
-            format!("the {name} of this fleet cannot be started: {error}"),
-            "are there too many processes?",
-        )
+        CliError::said(format!("{} cannot be started: {error}", who(name)), "are there too many processes?")
     })?;
     let output = child.stdout.take();
     processes.lock().push(Process { name: name.to_owned(), child, log });
