@@ -40,10 +40,8 @@ pub struct Account {
     /// When each step was counted, in milliseconds since 1970.
     pub steps: Vec<(u64, u64)>,
     pub plans: Vec<InForce>,
-    /// Why a change was not made, the last time.
+    /// Why a change was not made, the last time since a worker joined.
     pub declined: Option<Weighing>,
-    /// When workers joined, by name.
-    pub joined: BTreeMap<String, u64>,
 }
 
 /// A kill, and how training went on.
@@ -78,7 +76,7 @@ impl Account {
         let at_ms = noted.at_ms;
         match noted.record {
             Record::Joined { worker, name, .. } => {
-                self.joined.insert(name.clone(), at_ms);
+                self.declined = None;
                 names.insert(worker, name);
             }
             // The last step before a change of plan may be counted by it alone.
