@@ -93,7 +93,7 @@ fn a_slow_device_is_found_by_its_own_steps_even_alone() {
         !fleet.records.iter().any(|record| matches!(record, Record::Paced { .. })),
         "two in a row are chance"
     );
-    let mut paced = |fleet: &mut Fleet, paces: [(u64, u32); 3]| {
+    let paced = |fleet: &mut Fleet, paces: [(u64, u32); 3]| {
         let report = |pace| {
             fleet.status(1, 1).part.as_mut().expect("runs").pace = Some(pace);
             fleet.report(1)
