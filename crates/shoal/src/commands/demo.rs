@@ -8,7 +8,8 @@ mod picture;
 mod sums;
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::{Value, json};
 use shoal_engine::metrics::{self, StepRecord};
@@ -118,24 +119,28 @@ fn alone(options: &Options, job_path: &Path, held_out: &[Sum]) -> Result {
     Ok(())
 }
 
-/// Whatever ends this process ends the others: signals here, everything else by the leash that they are on.
-fn end_on_signals(processes: &Processes) -> Result {
-    let processes = processes.clone();
+/// Whatever ends this process ends the others: signals here, everything else by the leash that they are on. Gives what says
+/// that it was a signal.
+fn end_on_signals(processes: &Processes) -> Result<Arc<AtomicBool>> {
+    let (processes, interrupted) = (processes.clone(), Arc::new(AtomicBool::new(false)));
+    let flag = interrupted.clone();
     let handler = move || {
+        flag.store(true, Ordering::SeqCst);
         processes.end();
         eprintln!("\ninterrupted; the demo's processes are ended");
         std::process::exit(130);
     };
-    ctrlc::set_handler(handler).map_err(|error| CliError::Said {
+    let handled = ctrlc::set_handler(handler).map_err(|error| CliError::Said {
         sentence: format!("signals cannot be handled: {error}"),
         hint: None,
-    })
+    });
+    handled.map(|()| interrupted)
 }
 
 fn fleet(options: &Options, job_path: &Path, held_out: &[Sum]) -> Result {
     let (dir, quiet) = (&options.dir, options.json);
     let processes = Processes::default();
-    end_on_signals(&processes)?;
+    let interrupted = end_on_signals(&processes)?;
     let say = |line: &str| {
         if !quiet {
             eprintln!("{line}");
@@ -151,7 +156,12 @@ fn fleet(options: &Options, job_path: &Path, held_out: &[Sum]) -> Result {
     say("\nNow on a fleet: a controller and four workers, each a process of its own.");
     let description = Description::read(job_path, &set)?;
     let job = description.job()?;
-    let course = course::run(dir, &job, &description, &processes, quiet)?;
+    let course = course::run(dir, &job, &description, &processes, quiet);
+    while interrupted.load(Ordering::SeqCst) {
+        // What failed did so because of that, and the process is about to end.
+        std::thread::park();
+    }
+    let course = course?;
     let picture_path = dir.join("demo.svg");
     let answers = Answers::of(&job.run_folder, held_out)?;
     let shown = Shown { course, alone, alone_losses, answers, dir, picture_path };
