@@ -122,11 +122,33 @@ struct Seen {
     jobs: BTreeMap<JobId, Status>,
     /// The revision at which its orders last changed.
     told: u64,
-    /// The last step whose pace was looked at, and how many in a row were off.
+    /// The last step whose pace was looked at, and those in a row that were off.
     paced: Option<(JobId, u64)>,
-    off: u32,
+    off: Option<Off>,
     /// How often peers could not reach it since a step was last done.
     strikes: u32,
+}
+
+/// Steps one after the other that were all slower than what is known of a device, or all quicker.
+#[derive(Clone, Copy, Debug)]
+struct Off {
+    steps: u32,
+    is_slower: bool,
+    /// Of the one that was least off: what may be taken for the device's own, and not for chance.
+    percent: u32,
+}
+
+impl Off {
+    fn with(self, more: Off) -> Off {
+        if self.is_slower != more.is_slower {
+            return more;
+        }
+        let percent = match self.is_slower {
+            true => self.percent.min(more.percent),
+            false => self.percent.max(more.percent),
+        };
+        Off { steps: self.steps + more.steps, percent, ..self }
+    }
 }
 
 pub struct Controller {
@@ -381,11 +403,13 @@ impl Controller {
         seen.paced = Some((job, step));
         let percent = percent.max(1);
         let (measured, factor) = (u64::from(percent), u64::from(self.settings.slow_percent));
-        let is_off = measured * 100 >= known * factor || known * 100 >= measured * factor;
-        seen.off = if is_off { seen.off + 1 } else { 0 };
-        if seen.off >= self.settings.slow_steps {
-            seen.off = 0;
-            self.note(now_ms, Record::Paced { worker, percent }, work);
+        let is_slower = measured * 100 >= known * factor;
+        let is_off = is_slower || known * 100 >= measured * factor;
+        let off = is_off.then_some(Off { steps: 1, is_slower, percent });
+        seen.off = off.map(|off| seen.off.map_or(off, |before| before.with(off)));
+        if let Some(off) = seen.off.filter(|off| off.steps >= self.settings.slow_steps) {
+            seen.off = None;
+            self.note(now_ms, Record::Paced { worker, percent: off.percent }, work);
         }
     }
 

@@ -82,7 +82,8 @@ fn a_slow_device_is_found_by_its_own_steps_even_alone() {
     fleet.step(Event::Submit { job: JobId(1), spec: spec(Class::Foreground, 1) });
     fleet.answer(100, 0);
     fleet.start(1, 1, &[1]);
-    for (step, percent) in [(0, 105), (1, 300), (2, 300), (3, 110), (4, 300), (5, 310)] {
+    let chance = [(0, 105), (1, 300), (2, 300), (3, 110), (4, 300), (5, 310), (6, 20), (7, 300), (8, 310)];
+    for (step, percent) in chance {
         let part = fleet.status(1, 1).part.as_mut().expect("runs");
         part.pace = Some((step, percent));
         fleet.report(1);
@@ -92,10 +93,25 @@ fn a_slow_device_is_found_by_its_own_steps_even_alone() {
         !fleet.records.iter().any(|record| matches!(record, Record::Paced { .. })),
         "two in a row are chance"
     );
-    fleet.status(1, 1).part.as_mut().expect("runs").pace = Some((6, 290));
-    let records = fleet.report(1);
-    assert_eq!(records[0], Record::Paced { worker: WorkerId(1), percent: 290 });
+    let paced = |fleet: &mut Fleet, paces: [(u64, u32); 3]| {
+        let report = |pace| {
+            fleet.status(1, 1).part.as_mut().expect("runs").pace = Some(pace);
+            fleet.report(1)
+        };
+        paces.map(report).into_iter().flatten().collect::<Vec<Record>>()
+    };
+    let records = paced(&mut fleet, [(9, 110), (10, 110), (11, 110)]);
+    assert!(records.is_empty(), "{records:?}");
+    let records = paced(&mut fleet, [(12, 300), (13, 290), (14, 900)]);
+    assert_eq!(records[0], Record::Paced { worker: WorkerId(1), percent: 290 }, "the least of them");
     assert!(matches!(changes(&records)[0], (1, Change::Asked { .. })), "{records:?}");
+    // It has another pace already. That is asked about when the answer has come.
+    let records = paced(&mut fleet, [(15, 900), (16, 900), (17, 900)]);
+    assert_eq!(records, [Record::Paced { worker: WorkerId(1), percent: 900 }]);
+    let records = fleet.answer(100, 0);
+    let [(1, Change::Declined { .. }), (1, Change::Asked { .. })] = &changes(&records)[..] else {
+        panic!("{records:?}")
+    };
 }
 
 #[test]

@@ -28,6 +28,7 @@ struct Frame {
     peers: Peers,
     program: Arc<Program>,
     work_ms: Option<f64>,
+    bubble: f64,
 }
 
 /// Those between whom state passes, connected.
@@ -84,7 +85,7 @@ impl Hands {
         if let Some(paced) = &assembled.paced {
             executor.set_pace(paced(&frame.plan, &frame.program));
         }
-        let Frame { plan, plan_id, peers, program, work_ms } = frame;
+        let Frame { plan, plan_id, peers, program, work_ms, bubble } = frame;
         Ok(Some(Share {
             plan,
             plan_id,
@@ -93,6 +94,7 @@ impl Hands {
             program,
             evaluation: Programs::new(),
             work_ms,
+            bubble,
             predicted_ms: installation.plan.step_ms,
             step: installation.source.step(),
             loss_scale,
@@ -116,8 +118,9 @@ impl Hands {
             return Err(CrewError::Table { what: "it gives this worker nothing to do".into() });
         }
         let work_ms = table.work_ms.get(index).copied().filter(|work_ms| *work_ms > 0.0);
+        let bubble = table.bubbles.get(index).copied().unwrap_or(0.0).clamp(0.0, 1.0);
         let peers = Peers::new(installation.plan.members.clone(), own)?;
-        Ok(Some(Frame { plan: plan.into(), plan_id, peers, program: program.into(), work_ms }))
+        Ok(Some(Frame { plan: plan.into(), plan_id, peers, program: program.into(), work_ms, bubble }))
     }
 
     /// Room for a share, if need be where other shares of the job were: these then wait in the host's memory.

@@ -149,7 +149,8 @@ impl Hands {
                 stretch.learn(&program, &traced);
             }
             if let Some(own) = &own {
-                own.add_to(&mut share.spent, every);
+                let spent = own.spent(record.step_ms, share.bubble, every);
+                share.spent.add(&spent);
             }
             let pace = own.zip(share.work_ms).map(|(own, work_ms)| (step, percent(own.total_ms(), work_ms)));
             let spent = share.spent;
@@ -224,14 +225,36 @@ impl OwnWork {
         self.useful_ms + self.recompute_ms
     }
 
-    /// Steps that were not timed are taken for like this one. Waiting is not told apart by what it was for.
-    fn add_to(&self, spent: &mut Spent, steps: u64) {
+    /// Where a step's time went; those that were not timed are taken for like this one. Waiting is not told apart by what it
+    /// was for. The plan has foreseen that so much of a step is a bubble: of what was waited, that is one, and what is more
+    /// was waiting for something to move.
+    fn spent(&self, step_ms: f64, bubble: f64, steps: u64) -> Spent {
         let whole = |ms: f64| (ms * steps as f64).round() as u64;
-        let (useful_ms, recompute_ms) = (whole(self.useful_ms), whole(self.recompute_ms));
-        spent.add(&Spent { useful_ms, recompute_ms, bubble_ms: 0 });
+        let waited_ms = (step_ms - self.total_ms()).max(0.0);
+        Spent {
+            useful_ms: whole(self.useful_ms),
+            recompute_ms: whole(self.recompute_ms),
+            bubble_ms: whole(waited_ms.min(bubble * step_ms)),
+        }
     }
 }
 
 fn percent(took_ms: f64, predicted_ms: f64) -> u32 {
     (100.0 * took_ms / predicted_ms).round().clamp(1.0, f64::from(u32::MAX)) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_what_was_waited_the_foreseen_part_is_a_bubble() {
+        let own = OwnWork { useful_ms: 50.0, recompute_ms: 10.0 };
+        let bubble_ms = |step_ms, bubble| own.spent(step_ms, bubble, 2).bubble_ms;
+        let spent = Spent { useful_ms: 100, recompute_ms: 20, bubble_ms: 50 };
+        assert_eq!(own.spent(100.0, 0.25, 2), spent, "of 40 ms, 25 were foreseen");
+        assert_eq!(bubble_ms(100.0, 0.5), 80, "no more than was waited");
+        assert_eq!(bubble_ms(200.0, 0.25), 100, "a share of the step, however long it was");
+        assert_eq!((bubble_ms(100.0, 0.0), bubble_ms(55.0, 0.5)), (0, 0));
+    }
 }

@@ -34,6 +34,8 @@ pub struct Share {
     pub evaluation: Programs,
     /// What own work in a step is predicted to take.
     pub work_ms: Option<f64>,
+    /// How much of a step is predicted to pass without anything to compute until others are done.
+    pub bubble: f64,
     pub predicted_ms: u64,
     /// Steps that have been counted here.
     pub step: u64,

@@ -10,14 +10,18 @@ use shoal_plan::{Holder, Plan};
 use crate::error::CrewError;
 
 /// What stands in [`message::Plan::table`], as JSON: the table, whose devices are the plan's members in their order, and
-/// what each device's own work in a step is predicted to take, waiting and messages not counted.
+/// what is predicted of each device's part in a step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Table {
     pub plan: Plan,
-    /// Milliseconds by device; none where nothing was predicted.
+    /// What own work takes, waiting and messages not counted: milliseconds by device; none where nothing was predicted.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub work_ms: Vec<f64>,
+    /// How much of a step a device has nothing to compute until others are done: shares by device; none where nothing was
+    /// predicted.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub bubbles: Vec<f64>,
 }
 
 impl Table {
@@ -29,8 +33,9 @@ impl Table {
     pub fn message(self, workers: &[WorkerId], step_ms: u64) -> message::Plan {
         let used: Vec<usize> = parts(&self.plan).into_iter().collect();
         let members = used.iter().map(|device| workers[*device]).collect();
-        let work_ms = used.iter().filter_map(|device| self.work_ms.get(*device).copied()).collect();
-        let table = Table { plan: only(self.plan, &used), work_ms };
+        let of = |all: &[f64]| used.iter().filter_map(|device| all.get(*device).copied()).collect();
+        let (work_ms, bubbles) = (of(&self.work_ms), of(&self.bubbles));
+        let table = Table { plan: only(self.plan, &used), work_ms, bubbles };
         let holders = table.plan.holders();
         message::Plan { members, holders, step_ms, table: table.text() }
     }
@@ -44,7 +49,8 @@ impl Table {
         let table: Table = serde_json::from_str(&plan.table)
             .map_err(|error| CrewError::Table { what: error.to_string() })?;
         let (devices, members) = (table.plan.devices.len(), plan.members.len());
-        if devices != members || !(table.work_ms.is_empty() || table.work_ms.len() == members) {
+        let fits = |predicted: &[f64]| predicted.is_empty() || predicted.len() == members;
+        if devices != members || !fits(&table.work_ms) || !fits(&table.bubbles) {
             return Err(CrewError::Table { what: format!("{devices} devices for {members} workers") });
         }
         let copies = table.plan.tensors.iter().flat_map(|row| &row.compute_copies).map(|copy| copy.device);
@@ -114,12 +120,15 @@ mod tests {
             let plan = draw::table(&chain, step, 5, &mut draw);
             let count = plan.devices.len();
             let workers: Vec<WorkerId> = (0..count as u64).map(|number| WorkerId(7 + number)).collect();
-            let work_ms = (0..count).map(|device| device as f64).collect();
-            let sent = Table { plan: plan.clone(), work_ms }.message(&workers, 12);
+            let work_ms: Vec<f64> = (0..count).map(|device| device as f64).collect();
+            let bubbles = work_ms.iter().map(|ms| ms / 10.0).collect();
+            let sent = Table { plan: plan.clone(), work_ms, bubbles }.message(&workers, 12);
             let came = Table::of(&sent).unwrap();
             idle += count - sent.members.len();
-            for (member, work_ms) in sent.members.iter().zip(&came.work_ms) {
-                assert_eq!(member.0 - 7, *work_ms as u64);
+            assert_eq!((came.work_ms.len(), came.bubbles.len()), (sent.members.len(), sent.members.len()));
+            for (member, (work_ms, bubble)) in sent.members.iter().zip(came.work_ms.iter().zip(&came.bubbles))
+            {
+                assert_eq!((member.0 - 7, *bubble), (*work_ms as u64, work_ms / 10.0));
             }
             let programs = compile(&came.plan, &chain, Purpose::Train).unwrap();
             assert!(programs.iter().all(|program| !program.instructions.is_empty()), "seed {seed}");
@@ -135,7 +144,7 @@ mod tests {
         let step = draw::step(&mut draw, sequence);
         let plan = draw::table(&chain, step, 5, &mut draw);
         let workers: Vec<WorkerId> = (0..plan.devices.len() as u64).map(WorkerId).collect();
-        let sent = Table { plan, work_ms: Vec::new() }.message(&workers, 12);
+        let sent = Table { plan, work_ms: Vec::new(), bubbles: Vec::new() }.message(&workers, 12);
         let refused = |change: &dyn Fn(&mut Table)| {
             let mut table = Table::of(&sent).unwrap();
             change(&mut table);
@@ -146,6 +155,7 @@ mod tests {
         assert!(refused(&|table| table.plan.tensors[0].optimizer[0].holder = Holder::Host(99)));
         assert!(refused(&|table| table.plan.tensors[0].compute_copies[0].device = 99));
         assert!(refused(&|table| drop(table.plan.devices.pop())));
+        assert!(refused(&|table| table.bubbles.extend([0.5; 99])));
         assert!(Table::of(&message::Plan { table: "{}".into(), ..sent.clone() }).is_err());
     }
 }

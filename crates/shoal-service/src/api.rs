@@ -33,7 +33,7 @@ use crate::planning::Planner;
 use crate::routes::{Access, Endpoint, ROUTES, Route, Verb};
 use crate::secret::Secret;
 use crate::token::{JoinToken, Roll};
-use crate::{metrics, openapi, view};
+use crate::{metrics, openapi, receipt, view};
 
 /// Of a request's body: a job's description may bear a whole file.
 const BODY_BYTES_MAX: usize = 1 << 20;
@@ -290,6 +290,10 @@ impl Api {
             Endpoint::Resume => self.wish(job, Wish::Run).await,
             Endpoint::Cancel => self.wish(job, Wish::Cancel).await,
             Endpoint::Logs => self.logs(job, following()?).await,
+            Endpoint::Receipt => {
+                let receipt = self.desk.look(move |sight| receipt::receipt(sight, job)).await?;
+                Ok(said(&receipt.ok_or_else(|| no_such_job(job))?))
+            }
             Endpoint::Events => self.events(following()?).await,
             Endpoint::MakeToken => self.make_token(read(parts, body).await?).await,
             Endpoint::Metrics => {

@@ -15,6 +15,7 @@ use crate::drill::Drill;
 use crate::error::{Error, Result};
 use crate::history::Noted;
 use crate::http::{Call, Target, block_on, exchange};
+use crate::receipt::ReceiptView;
 use crate::secret::Secret;
 use crate::tls;
 use crate::view::{JobView, WorkerView};
@@ -108,6 +109,11 @@ impl Client {
     pub fn logs(&self, job: u64, after: u64, wait: bool) -> Result<Logs> {
         let (wait_ms, within) = waiting(wait);
         self.get(&format!("/api/v1/jobs/{job}/logs?after={after}&wait_ms={wait_ms}"), within)
+    }
+
+    /// Where a job's time and money went until now.
+    pub fn receipt(&self, job: u64) -> Result<ReceiptView> {
+        self.get(&format!("/api/v1/jobs/{job}/receipt"), PATIENCE)
     }
 
     fn get<T: DeserializeOwned>(&self, path: &str, within: Duration) -> Result<T> {

@@ -8,6 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use shoal_control::controller::receipt::Bill;
 use shoal_control::controller::record::{Change, Record};
 use shoal_control::controller::state::{JobSpec, State, Wish};
 use shoal_control::controller::{Action, Event, Step};
@@ -47,6 +48,8 @@ pub struct Sight<'a> {
     pub links: &'a Links,
     /// Why there is no plan for jobs that wait for one.
     pub refusals: &'a BTreeMap<JobId, String>,
+    /// Where the time of a job's workers went until now.
+    pub bill: &'a dyn Fn(JobId) -> Option<Bill>,
 }
 
 /// Looks at it, on the controller's thread.
@@ -235,8 +238,11 @@ impl Driver {
     /// Lets those look who want to. All that there is to see is on the disk.
     fn show(&self) {
         let looks = std::mem::take(&mut *waiting(&self.looks));
+        let (keeper, now_ms) = (&self.keeper, self.clock.now_ms());
+        let bill = |job| keeper.bill(job, now_ms);
         for look in looks {
-            look(Sight { state: self.keeper.state(), links: &self.links, refusals: &self.refusals });
+            let (links, refusals) = (&self.links, &self.refusals);
+            look(Sight { state: keeper.state(), links, refusals, bill: &bill });
         }
     }
 

@@ -7,7 +7,7 @@
 //! - [`api`]: who is let in, and the answers; [`guard`], what headers must say.
 //! - [`channel`]: a worker's WebSocket; [`wire`], what travels on it.
 //! - [`driver`]: the thread that owns the controller; [`planning`], the threads that plan for it.
-//! - [`history`], [`books`], [`view`], [`metrics`]: what people ask for.
+//! - [`history`], [`books`], [`view`], [`receipt`], [`metrics`]: what people ask for.
 //!
 //! The worker's side: [`membership`], how it joins; [`worker_driver`], the thread that owns its state machine; [`uplink`], its
 //! connection; [`notice`], how clouds say that a machine will be taken away; [`drill`], faults that are ordered.
@@ -39,6 +39,7 @@ pub mod metrics;
 pub mod notice;
 pub mod openapi;
 pub mod planning;
+pub mod receipt;
 pub mod routes;
 pub mod secret;
 pub mod server;

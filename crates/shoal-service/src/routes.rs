@@ -38,6 +38,7 @@ pub enum Endpoint {
     Resume,
     Cancel,
     Logs,
+    Receipt,
     Events,
     MakeToken,
     Join,
@@ -88,6 +89,7 @@ pub const ROUTES: &[Route] = &[
         query: FOLLOWING,
         ..route(Verb::Get, "/api/v1/jobs/{job}/logs", Endpoint::Logs, "What each counted step came to")
     },
+    route(Verb::Get, "/api/v1/jobs/{job}/receipt", Endpoint::Receipt, "Where a job's time and money went"),
     Route {
         query: FOLLOWING,
         ..route(Verb::Get, "/api/v1/events", Endpoint::Events, "What the controller has recorded")

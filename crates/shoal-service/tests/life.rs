@@ -73,6 +73,15 @@ fn a_job_runs_to_its_end_through_deaths_of_workers_and_controller() {
         assert!((found - loss(step)).abs() < 1e-12, "step {step}");
     }
 
+    // Every device-second is somewhere, the steps that died with the worker too; nobody has anything of the job any more.
+    let receipt = client(&fleet).receipt(job).expect("a receipt");
+    let sum: f64 = receipt.parts.iter().map(|part| part.device_seconds).sum();
+    assert!(sum > 0.0 && (sum - receipt.device_seconds).abs() < 1e-6, "{receipt:?}");
+    assert_eq!(receipt.steps, STEPS + view.undone);
+    let lost = receipt.parts.iter().find(|part| part.part == "lost").expect("a part");
+    assert!(lost.device_seconds > 0.0 && receipt.predicted_step_ms.is_some(), "{receipt:?}");
+    assert_eq!(client(&fleet).receipt(job).expect("a receipt"), receipt);
+
     // Events have numbers without gaps, across the restart.
     let events = client(&fleet).events(0, false).expect("events");
     let revisions: Vec<u64> = events.events.iter().map(|noted| noted.revision).collect();

@@ -20,8 +20,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::commands::{
-    bench, chaos, demo, doctor, events, export, generate, init, join, lab, logs, plan, profile, ps, simulate,
-    token, train, up, validate, verify, wish, worker,
+    bench, chaos, demo, doctor, events, export, generate, init, join, lab, logs, plan, profile, ps, receipt,
+    simulate, token, train, up, validate, verify, wish, worker,
 };
 
 /// Trains large neural networks on the accelerators people can actually get.
@@ -52,6 +52,8 @@ enum Command {
     Ps(ps::Options),
     /// What a job's steps came to
     Logs(logs::Options),
+    /// Where jobs' time and money went
+    Receipt(receipt::Options),
     /// Stop a job at a step's end, and save it
     Pause(wish::Options),
     /// Let a paused or failed job go on
@@ -102,6 +104,7 @@ fn main() -> ExitCode {
         Command::Token(options) => token::run(options),
         Command::Ps(options) => ps::run(options),
         Command::Logs(options) => logs::run(options),
+        Command::Receipt(options) => receipt::run(options),
         Command::Pause(options) => wish::run("pause", options),
         Command::Resume(options) => wish::run("resume", options),
         Command::Cancel(options) => wish::run("cancel", options),

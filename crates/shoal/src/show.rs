@@ -221,7 +221,8 @@ impl Progress {
         Progress { bar, steps, recent: RecentLosses::default(), last_line: None, seconds: None, quiet }
     }
 
-    fn say(&self, line: &str) {
+    /// A line that stays.
+    pub fn say(&self, line: &str) {
         match &self.bar {
             Some(bar) => bar.println(line),
             None if !self.quiet => eprintln!("{line}"),

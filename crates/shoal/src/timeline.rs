@@ -241,10 +241,7 @@ impl Timeline<'_> {
 
     /// Some round times, with lines under the rows.
     fn grid(&self, bottom: f64) -> String {
-        let rough = self.seconds / 8.0;
-        let unit = 10f64.powf(rough.log10().floor());
-        let step = [1.0, 2.0, 5.0, 10.0].into_iter().map(|n| n * unit).find(|step| *step >= rough);
-        let step = step.unwrap_or(rough).max(f64::MIN_POSITIVE);
+        let step = round_step(self.seconds / 8.0);
         let mut out = String::new();
         for tick in (0..).map(|tick| f64::from(tick) * step).take_while(|tick| *tick <= self.seconds) {
             let x = self.left() + tick * self.scale();
@@ -286,7 +283,14 @@ fn tick_text(seconds: f64, step: f64) -> String {
     if seconds == 0.0 { "0".into() } else { format!("{:.digits$} {name}", seconds / unit) }
 }
 
-fn escaped(text: &str) -> String {
+/// A round number not below this one: what lies between two lines of a grid.
+pub fn round_step(rough: f64) -> f64 {
+    let unit = 10f64.powf(rough.log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0].into_iter().map(|n| n * unit).find(|step| *step >= rough);
+    step.unwrap_or(rough).max(f64::MIN_POSITIVE)
+}
+
+pub fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 

@@ -86,6 +86,19 @@ fn processes_train_a_job_through_the_deaths_of_workers_and_controller() {
         .wait_until("steps after that", || step(&ps(&folder)) > before || step(&ps(&folder)) == STEPS as u64);
     let trained = train.wait().succeeds().json();
     assert_eq!(trained["job"]["state"], "done");
+    let receipts = folder.shoal(&["receipt", "--json"]).succeeds().json();
+    assert_eq!(receipts["receipts"][0], trained["receipt"], "nothing is added after the end");
+    assert_eq!(receipts["total"], Value::Null, "there is one job");
+    let part = |name: &str| {
+        let parts = trained["receipt"]["parts"].as_array().unwrap();
+        let found = parts.iter().find(|part| part["part"] == name).unwrap();
+        found["device_seconds"].as_f64().unwrap()
+    };
+    assert!(part("useful") > 0.0 && part("morph") > 0.0 && part("lost") > 0.0, "{trained}");
+    let text = folder.shoal(&["receipt", "1"]).succeeds().stdout;
+    for word in ["useful", "bubble", "wait", "morph", "lost", "a step took", "predicted", "--price"] {
+        assert!(text.contains(word), "no {word} in\n{text}");
+    }
     for worker in [&mut two, &mut three, &mut four] {
         assert!(worker.is_running(), "{}", worker.output("stderr"));
     }
@@ -122,6 +135,7 @@ fn what_is_wrong_is_said_with_a_hint() {
     folder.shoal(&["up", "--folder", "other", "--listen", busy]).fails(&["cannot listen"], "--listen");
     folder.shoal(&["up", "--listen", "127.0.0.1:0"]).fails(&["another process uses"], "--folder");
     folder.shoal(&["pause", "7"]).fails(&["no job 7"], "shoal ps");
+    folder.shoal(&["receipt", "7"]).fails(&["no job 7"], "shoal ps");
     let bad = ["join", url, "--token", token, "--name", "Not A Name"];
     folder.shoal(&bad).fails(&["small letters"], "--name");
     let forged = format!("{}0", &token[..token.len() - 1]);

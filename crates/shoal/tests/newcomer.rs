@@ -4,7 +4,7 @@ mod common;
 
 use std::fs;
 
-use common::{Folder, JOB, files, metrics};
+use common::{DEADLINE, Folder, JOB, POLL, files, metrics};
 
 #[test]
 fn init_writes_a_job_that_trains_exports_and_speaks() {
@@ -108,14 +108,68 @@ fn plan_shows_the_table_and_writes_nothing_unasked() {
 }
 
 #[test]
-fn the_demo_learns_to_add() {
+fn the_demo_learns_to_add_though_a_worker_is_killed() {
     let folder = Folder::empty();
     let report = folder.shoal(&["demo", "--json"]).succeeds().json();
     assert!(report["share"].as_f64().unwrap() > 0.5, "most held-out sums are right: {report}");
     assert!(report["held_out"].as_u64().unwrap() > 500, "{report}");
-    assert!(folder.join("shoal-demo/job.toml").is_file());
+    assert_eq!(report["steps"], 600, "{report}");
+    let killed = &report["killed"];
+    let is_in = |plan: &str| {
+        let workers = killed[plan]["workers"].as_array().unwrap_or_else(|| panic!("no {plan} in {report}"));
+        workers.iter().any(|part| part["worker"] == killed["worker"])
+    };
+    assert!(is_in("before") && !is_in("after"), "{report}");
+    assert!(killed["recovery"]["seconds"].as_f64().unwrap() > 0.0, "{report}");
+    assert!(report["joined"]["step"].as_u64() > killed["step"].as_u64(), "{report}");
+    // Later on, differences of last bits grow: the learning rate is large.
+    assert!(report["difference"]["early"].as_f64().unwrap() < 1e-5, "{report}");
+    let spent: f64 = report["receipt"]["parts"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|part| part["device_seconds"].as_f64().unwrap())
+        .sum();
+    assert!(spent > 0.0 && (spent - report["receipt"]["device_seconds"].as_f64().unwrap()).abs() < 1e-3);
+    let picture = fs::read_to_string(folder.join("shoal-demo/demo.svg")).unwrap();
+    let said = format!("{} is killed", killed["worker"].as_str().unwrap());
+    assert!(picture.starts_with("<svg") && picture.contains(&said), "no {said:?} in the picture");
+    assert_eq!(processes_of(&folder), 0, "something is left running");
     // A folder that is not a demo's is left alone.
     folder.write("mine/notes.txt", "keep me");
     folder.shoal(&["demo", "--dir", "mine"]).fails(&["mine"], "--dir");
     assert!(folder.join("mine/notes.txt").is_file());
+}
+
+/// Processes whose command names something in the folder.
+fn processes_of(folder: &Folder) -> usize {
+    let path = folder.path().to_str().unwrap();
+    let commands = fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path().join("cmdline"));
+    let texts = commands.filter_map(|file| fs::read(file).ok());
+    texts.filter(|text| String::from_utf8_lossy(text).contains(path)).count()
+}
+
+#[test]
+fn the_demo_leaves_nothing_running_however_it_ends() {
+    let folder = Folder::empty();
+    for (signal, code) in [("KILL", None), ("INT", Some(130))] {
+        let mut demo = folder.start(&["demo", "--steps", "50"]);
+        demo.wait_until("controller and workers run", || processes_of(&folder) == 5);
+        demo.signal(signal);
+        assert_eq!(demo.wait().code, code);
+        let began = std::time::Instant::now();
+        while processes_of(&folder) > 0 {
+            assert!(began.elapsed() < DEADLINE, "something is left running after SIG{signal}");
+            std::thread::sleep(POLL);
+        }
+    }
+}
+
+#[test]
+fn the_demo_runs_alone_where_others_may_not_be_started() {
+    let folder = Folder::empty();
+    let report = folder.shoal(&["demo", "--alone", "--steps", "50", "--json"]).succeeds().json();
+    assert_eq!((&report["steps"], &report["held_out"]), (&50.into(), &791.into()), "{report}");
+    let said = folder.shoal(&["demo", "--alone", "--steps", "50"]).succeeds().stdout;
+    assert!(said.contains("Sums it has never seen") && said.contains("of 791"), "{said}");
 }

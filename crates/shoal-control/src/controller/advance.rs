@@ -153,6 +153,10 @@ impl Controller {
         let paced: Vec<Paced> = share.available.iter().filter_map(pace).collect();
         let enough = paced.len() >= job.spec.workers_min.max(1);
         let same = match (&job.asked, &job.weighed) {
+            // There is no hurry, and an answer is worth having: who asks anew at every change of pace may never get one.
+            (Some(asked), _) if job.phase == Phase::Running => {
+                asked.iter().map(|(worker, _)| worker).eq(paced.iter().map(|(worker, _)| worker))
+            }
             (Some(asked), _) => *asked == paced,
             // The plan in force was not worse than any on these and others: fewer give no better one.
             (None, Some(weighed)) if job.phase == Phase::Running => {

@@ -250,7 +250,7 @@ impl Fleet {
                     let plan = tables::shaped(self.shape + request, workers.len());
                     let step_ms = 600 / workers.len() as u64;
                     let work_ms = tables::work_ms(&plan, self.description.paced_us);
-                    let plan = Table { plan, work_ms }.message(&workers, step_ms);
+                    let plan = Table { plan, work_ms, bubbles: Vec::new() }.message(&workers, step_ms);
                     self.step(Event::Planned { job, request, answer: Ok(Proposal { plan, move_ms: 10 }) });
                 }
                 Action::KeepCheckpoints { ids, .. } => {

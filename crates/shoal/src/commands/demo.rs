@@ -1,65 +1,56 @@
-//! `shoal demo`: real training here in under a minute, no download. A small model learns to add: it trains on
-//! most of the sums of two two-digit numbers and is then asked the ones it has never seen.
+//! `shoal demo`: real training here in under a minute, no download. A controller and four workers, each a process of its own,
+//! teach a small model to add; one worker is killed on the way and another one joins. The same on one device stands
+//! beside it, and the model is asked sums that it has never seen.
+
+mod account;
+mod course;
+mod picture;
+mod sums;
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use safetensors::tensor::{Dtype, TensorView};
-use serde_json::json;
-use shoal_engine::generate::{Generator, likeliest};
-use shoal_kernels::random::fold;
-use shoal_model::{hugging_face, presets};
+use serde_json::{Value, json};
+use shoal_engine::metrics::{self, StepRecord};
 
-use crate::assemble::LocalDevice;
-use crate::commands::train::train;
+use crate::commands::train::{Summary, stop_on_signals, train};
 use crate::error::{CliError, Result};
 use crate::job::{Job, duration_text};
-use crate::model_folder::ModelFolder;
+use crate::live::description::Description;
+use crate::live::own_fleet::Processes;
+use crate::live::receipt;
+use crate::live::within::Within;
+use crate::show::table;
+use account::InForce;
+use course::{Course, NEWCOMER, PRICE};
+use sums::{Sum, written};
 
 #[derive(clap::Args)]
 pub struct Options {
     /// The folder for the demo's files; it is made anew
     #[arg(long, default_value = "shoal-demo")]
     dir: PathBuf,
+    /// Train in this process alone, on the GPU if there is one, and start no others
+    #[arg(long)]
+    alone: bool,
+    /// Fewer are quicker and teach it less
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(50..))]
+    steps: u64,
     #[arg(long)]
     json: bool,
 }
 
-/// Every sum is written as "12+34=046": so many characters, so many of them the answer.
-const LENGTH: usize = 9;
-const ANSWER: usize = 3;
-const SEQUENCE: usize = LENGTH - 1;
-/// One sum in this many is held out.
-const HELD_OUT: u64 = 10;
 /// Sums shown at the end.
 const SHOWN: usize = 8;
-
-/// A sum as the model sees it.
-fn written(a: u64, b: u64) -> String {
-    format!("{a}+{b}={:03}", a + b)
-}
-
-/// The two numbers to add.
-type Sum = (u64, u64);
-
-/// All sums of two-digit numbers: (training, held out).
-fn sums() -> (Vec<Sum>, Vec<Sum>) {
-    let all = (10..100).flat_map(|a| (10..100).map(move |b| (a, b)));
-    all.partition(|(a, b)| !fold(fold(7, *a), *b).is_multiple_of(HELD_OUT))
-}
+/// Steps on either side of the kill whose losses are compared.
+const AROUND: u64 = 20;
 
 pub fn run(options: Options) -> Result {
     let dir = &options.dir;
-    prepare_folder(dir)?;
-    let (training, held_out) = sums();
-    write_rows(&dir.join("train.safetensors"), &training)?;
-    write_rows(&dir.join("held-out.safetensors"), &held_out)?;
-    let config = presets::gpt2(256, 128, 2, 4, SEQUENCE);
-    let text = serde_json::to_string_pretty(&hugging_face::write(&config, None)).unwrap_or_default();
-    let config_path = dir.join("config.json");
-    std::fs::write(&config_path, text).map_err(CliError::at(&config_path))?;
-    let job_path = dir.join("job.toml");
-    std::fs::write(&job_path, JOB).map_err(CliError::at(&job_path))?;
+    sums::prepare_folder(dir)?;
+    let (training, held_out) = sums::sums();
+    let job_path = sums::write(dir, &training, &held_out)?;
     if !options.json {
         eprintln!(
             "A small model learns to add two-digit numbers: {} sums to train on, {} held out.\n",
@@ -67,128 +58,273 @@ pub fn run(options: Options) -> Result {
             held_out.len()
         );
     }
-    let job = Job::read(&job_path, &[])?;
-    let summary = train(&job, None, None, options.json, &AtomicBool::new(false))?;
-    let answers = ask(&job, &held_out)?;
-    let right =
-        answers.iter().zip(&held_out).filter(|(answer, (a, b))| **answer == written(*a, *b)[6..]).count();
-    let share = right as f64 / held_out.len() as f64;
+    match options.alone {
+        true => alone(&options, &job_path, &held_out),
+        false => fleet(&options, &job_path, &held_out),
+    }
+}
+
+/// What the model makes of sums that it has never seen.
+struct Answers<'a> {
+    held_out: &'a [Sum],
+    said: Vec<String>,
+    right: usize,
+}
+
+impl<'a> Answers<'a> {
+    fn of(run: &Path, held_out: &'a [Sum]) -> Result<Answers<'a>> {
+        let said = sums::ask(run, held_out)?;
+        let is_right = |(answer, (a, b)): &(&String, &Sum)| **answer == written(*a, *b)[6..];
+        let right = said.iter().zip(held_out).filter(is_right).count();
+        Ok(Answers { held_out, said, right })
+    }
+
+    fn share(&self) -> f64 {
+        self.right as f64 / self.held_out.len() as f64
+    }
+
+    fn print(&self) {
+        println!("\nSums it has never seen:");
+        for index in 0..SHOWN.min(self.held_out.len()) {
+            let index = index * self.held_out.len() / SHOWN;
+            let ((a, b), answer) = (self.held_out[index], &self.said[index]);
+            let answer = answer.trim_start_matches('0');
+            let mark = if answer == (a + b).to_string() { "right" } else { "wrong" };
+            println!("  {a} + {b} = {answer:<4} {mark}");
+        }
+        let (right, count) = (self.right, self.held_out.len());
+        println!("\n{right} of {count} held-out sums right ({:.1}%).", 100.0 * self.share());
+    }
+}
+
+/// Everything in this process.
+fn alone(options: &Options, job_path: &Path, held_out: &[Sum]) -> Result {
+    let job = Job::read(job_path, &[format!("train.steps={}", options.steps)])?;
+    let stop = stop_on_signals()?;
+    let summary = train(&job, None, None, options.json, &stop)?;
+    let answers = Answers::of(&job.run_folder, held_out)?;
+    let Summary { loss, eval_loss, steps, seconds, .. } = summary;
     if options.json {
+        let (count, right, share) = (held_out.len(), answers.right, answers.share());
         println!(
             "{}",
             json!({
-                "held_out": held_out.len(), "right": right, "share": share, "loss": summary.loss,
-                "eval_loss": summary.eval_loss, "steps": summary.steps, "seconds": summary.seconds,
+                "held_out": count, "right": right, "share": share, "loss": loss, "eval_loss": eval_loss,
+                "steps": steps, "seconds": seconds,
             })
         );
         return Ok(());
     }
-    println!("\nSums it has never seen:");
-    for index in 0..SHOWN.min(held_out.len()) {
-        let index = index * held_out.len() / SHOWN;
-        let ((a, b), answer) = (held_out[index], &answers[index]);
-        let answer = answer.trim_start_matches('0');
-        let mark = if answer == (a + b).to_string() { "right" } else { "wrong" };
-        println!("  {a} + {b} = {answer:<4} {mark}");
-    }
-    println!(
-        "\n{right} of {} held-out sums right ({:.1}%) after {} of training.",
-        held_out.len(),
-        100.0 * share,
-        duration_text(summary.seconds)
-    );
-    println!("The files are in {}; try: shoal train {}", dir.display(), job_path.display());
+    answers.print();
+    println!("{} of training. The files are in {}.", duration_text(seconds), options.dir.display());
     Ok(())
 }
 
-const JOB: &str = r#"# What `shoal demo` trains: sums of two-digit numbers, one a row.
-name = "demo"
-
-[model]
-from = "."
-init = "random"
-
-[data]
-train = "train.safetensors"
-tokenizer = "bytes"
-sequence = 8
-shuffle = true
-
-[train]
-global_batch = 256
-steps = 500
-seed = 0
-optimizer = { kind = "adamw", lr = 3e-3, betas = [0.9, 0.98], weight_decay = 0.1, clip_norm = 1.0 }
-schedule = { kind = "cosine", warmup = 50, final = 0.05 }
-
-[checkpoint]
-to = "run"
-every = "5m"
-
-[eval]
-data = "held-out.safetensors"
-every = "100 steps"
-"#;
-
-/// An empty folder; one that holds anything but an earlier demo is left alone.
-fn prepare_folder(dir: &Path) -> Result {
-    if dir.exists() {
-        let ours = dir.join("train.safetensors").is_file() && dir.join("job.toml").is_file();
-        let empty = std::fs::read_dir(dir).map_err(CliError::at(dir))?.next().is_none();
-        if !ours && !empty {
-            return Err(CliError::said(
-                format!("{}: the folder is there and is not a demo's", dir.display()),
-                "name another folder with --dir",
-            ));
-        }
-        std::fs::remove_dir_all(dir).map_err(CliError::at(dir))?;
-    }
-    std::fs::create_dir_all(dir).map_err(CliError::at(dir))
+/// Whatever ends this process ends the others: signals here, everything else by the leash that they are on. Gives what says
+/// that it was a signal.
+fn end_on_signals(processes: &Processes) -> Result<Arc<AtomicBool>> {
+    let (processes, interrupted) = (processes.clone(), Arc::new(AtomicBool::new(false)));
+    let flag = interrupted.clone();
+    let handler = move || {
+        flag.store(true, Ordering::SeqCst);
+        processes.end();
+        eprintln!("\ninterrupted; the demo's processes are ended");
+        std::process::exit(130);
+    };
+    let handled = ctrlc::set_handler(handler).map_err(|error| CliError::Said {
+        sentence: format!("signals cannot be handled: {error}"),
+        hint: None,
+    });
+    handled.map(|()| interrupted)
 }
 
-/// Rows of tokens, and labels that count only where the answer stands.
-fn write_rows(path: &Path, sums: &[Sum]) -> Result {
-    let (mut tokens, mut labels) = (Vec::new(), Vec::new());
-    for (a, b) in sums {
-        let text = written(*a, *b);
-        let characters: Vec<i32> = text.bytes().map(i32::from).collect();
-        tokens.extend(&characters[..SEQUENCE]);
-        labels.extend(std::iter::repeat_n(shoal_data::IGNORED, SEQUENCE - ANSWER));
-        labels.extend(&characters[LENGTH - ANSWER..]);
+fn fleet(options: &Options, job_path: &Path, held_out: &[Sum]) -> Result {
+    let (dir, quiet) = (&options.dir, options.json);
+    let processes = Processes::default();
+    let interrupted = end_on_signals(&processes)?;
+    let say = |line: &str| {
+        if !quiet {
+            eprintln!("{line}");
+        }
+    };
+    let set = [format!("train.steps={}", options.steps)];
+    say("First on one device, undisturbed, to compare with.");
+    let here = ["checkpoint.to=alone".to_owned(), "plan.device=cpu".to_owned()];
+    let alone_job = Job::read(job_path, &[&set[..], &here].concat())?;
+    let alone = train(&alone_job, None, None, quiet, &AtomicBool::new(false))?;
+    let alone_losses = losses(&alone_job.run_folder)?;
+
+    say("\nNow on a fleet: a controller and four workers, each a process of its own.");
+    let description = Description::read(job_path, &set)?;
+    let job = description.job(&Within::anywhere())?;
+    let course = course::run(dir, &job, &description, &processes, quiet);
+    while interrupted.load(Ordering::SeqCst) {
+        // What failed did so because of that, and the process is about to end.
+        std::thread::park();
     }
-    let bytes = |values: &[i32]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
-    let (tokens, labels) = (bytes(&tokens), bytes(&labels));
-    let shape = vec![sums.len(), SEQUENCE];
-    let view = |data| TensorView::new(Dtype::I32, shape.clone(), data);
-    let written =
-        view(&tokens).and_then(|tokens| Ok((tokens, view(&labels)?))).and_then(|(tokens, labels)| {
-            safetensors::serialize_to_file([("tokens", tokens), ("labels", labels)], None, path)
+    let course = course?;
+    let picture_path = dir.join("demo.svg");
+    let answers = Answers::of(&job.run_folder, held_out)?;
+    let shown = Shown { course, alone, alone_losses, answers, dir, picture_path };
+    let picture = picture::svg(&shown.course, &shown.alone_losses, &shown.comparison());
+    std::fs::write(&shown.picture_path, picture).map_err(CliError::at(&shown.picture_path))?;
+    match options.json {
+        true => println!("{}", shown.json()),
+        false => shown.print(),
+    }
+    Ok(())
+}
+
+/// A run's losses by step.
+fn losses(run: &Path) -> Result<Vec<(u64, f64)>> {
+    let path = run.join(metrics::FILE);
+    let text = std::fs::read_to_string(&path).map_err(CliError::at(&path))?;
+    let records = text.lines().filter_map(|line| serde_json::from_str::<StepRecord>(line).ok());
+    Ok(records.map(|record| (record.step, record.loss)).collect())
+}
+
+/// All that the demo has to tell.
+struct Shown<'a> {
+    course: Course,
+    alone: Summary,
+    alone_losses: Vec<(u64, f64)>,
+    answers: Answers<'a>,
+    dir: &'a Path,
+    picture_path: PathBuf,
+}
+
+impl Shown<'_> {
+    /// The largest relative difference between the two curves up to a step.
+    fn difference(&self, upto: u64) -> f64 {
+        let both = self.course.losses.iter().zip(&self.alone_losses);
+        let until = both.take_while(|((step, _), _)| *step <= upto);
+        until.map(|((_, fleet), (_, alone))| ((fleet - alone) / alone).abs()).fold(0.0, f64::max)
+    }
+
+    /// Up to where differences of last bits have not had the time to grow.
+    fn early(&self) -> u64 {
+        self.course.view.step / 20
+    }
+
+    /// Each plan adds up in an order of its own, and so large a learning rate soon makes something of it.
+    fn comparison(&self) -> String {
+        let early = self.early();
+        let difference = self.difference(early);
+        format!(
+            "Over the first {early} steps they differ by {difference:.0e} at most; then last bits grow, kill or no kill."
+        )
+    }
+
+    fn json(&self) -> Value {
+        let Shown { course, alone, answers, .. } = self;
+        let account = &course.account;
+        let killed = course.killed.as_ref().map(|killed| {
+            json!({
+                "worker": killed.worker, "step": killed.step,
+                "recovery": account.recovery(killed.at_ms, &killed.worker),
+                "steps_undone": course.view.undone,
+                "before": account.before(killed.at_ms),
+                "after": account.next(killed.at_ms, &killed.worker, false),
+            })
         });
-    written.map_err(|error| {
-        CliError::said(format!("{}: {error}", path.display()), "check that the folder can be written")
-    })
+        let joined = course.joined.as_ref().map(|joined| {
+            let plan = account.next(joined.at_ms, &joined.worker, true);
+            json!({ "worker": joined.worker, "step": joined.step, "plan": plan })
+        });
+        json!({
+            "held_out": answers.held_out.len(), "right": answers.right, "share": answers.share(),
+            "loss": course.losses.last().map(|last| last.1), "steps": course.view.step,
+            "seconds": course.seconds, "picture": self.picture_path,
+            "alone": { "loss": alone.loss, "seconds": alone.seconds },
+            "difference": { "early": self.difference(self.early()), "whole": self.difference(u64::MAX) },
+            "killed": killed, "joined": joined, "receipt": course.receipt,
+        })
+    }
+
+    fn print(&self) {
+        println!("\nThe loss on the fleet, over {} steps:\n", self.course.view.step);
+        print!("{}", picture::text(&self.course));
+        self.print_curves();
+        self.print_changes();
+        println!("\n{}", receipt::text(&self.course.receipt).trim_end());
+        println!("  (at ${PRICE} an hour for each worker, for the sake of the example)");
+        self.answers.print();
+        let seconds = duration_text(self.course.seconds);
+        println!("The fleet took {seconds} in all; alone it was {}.", duration_text(self.alone.seconds));
+        println!(
+            "The picture is {}; logs and the job are in {}.",
+            self.picture_path.display(),
+            self.dir.display()
+        );
+    }
+
+    fn print_curves(&self) {
+        let (loss, alone) = (self.course.losses.last().map(|last| last.1), self.alone.loss);
+        let text = |loss: Option<f64>| loss.map_or("unknown".into(), |loss| format!("{loss:.4}"));
+        println!("\nIt ends at {}, on one device at {}. {}", text(loss), text(alone), self.comparison());
+    }
+
+    fn print_changes(&self) {
+        let Course { losses, account, killed, joined, view, .. } = &self.course;
+        let Some(killed) = killed else {
+            println!("\nNobody was killed: the plan had no second worker at the time.");
+            return;
+        };
+        println!("\nWorker {} was killed after step {}.", killed.worker, killed.step);
+        match account.recovery(killed.at_ms, &killed.worker) {
+            Some(recovery) => println!(
+                "{:.2} s later the others had done step {}. Finished steps done again: {}.",
+                recovery.seconds, recovery.step, view.undone
+            ),
+            None => println!("The others went on with the plan that they had."),
+        }
+        let around = |losses: &[(u64, f64)]| mean_around(losses, killed.step);
+        if let (Some(fleet), Some(alone)) = (around(losses), around(&self.alone_losses)) {
+            println!(
+                "The loss of the {AROUND} steps before and after it: {:.3} and {:.3}; on one device {:.3} and {:.3}.",
+                fleet.0, fleet.1, alone.0, alone.1
+            );
+        }
+        print_plan("the plan before", account.before(killed.at_ms));
+        print_plan("the plan after", account.next(killed.at_ms, &killed.worker, false));
+        let Some(joined) = joined else { return };
+        let plan = account.next(joined.at_ms, NEWCOMER, true);
+        match (plan, account.declined) {
+            (Some(plan), _) => {
+                println!(
+                    "\nWorker {NEWCOMER} was started after step {} and works since step {}.",
+                    joined.step, plan.after_step
+                );
+            }
+            (None, Some(weighing)) => println!(
+                "\nWorker {NEWCOMER} joined, and the plan stayed as it was: a step would have taken {} ms instead of {}, the change {} ms.",
+                weighing.step_ms_after, weighing.step_ms, weighing.move_ms
+            ),
+            (None, None) => println!("\nWorker {NEWCOMER} joined too late to get work."),
+        }
+        print_plan("the plan with it", plan);
+    }
 }
 
-/// The model's answers to sums, three characters each.
-fn ask(job: &Job, sums: &[Sum]) -> Result<Vec<String>> {
-    let model = ModelFolder::open(&job.run_folder, None)?;
-    let chain = model.model.chain();
-    let device = LocalDevice::new(None, None);
-    let mut generator =
-        Generator::new(&chain, SEQUENCE, device.threads, device.budget_bytes, |device, state| {
-            model.fill(device, &chain, state)
-        })?;
-    let mut rows: Vec<Vec<i32>> = sums
-        .iter()
-        .map(|(a, b)| written(*a, *b).bytes().take(LENGTH - ANSWER).map(i32::from).collect())
-        .collect();
-    for _ in 0..ANSWER {
-        let length = rows[0].len();
-        let logits = generator.next_logits(&rows.concat(), length)?;
-        for (row, logits) in rows.iter_mut().zip(logits.chunks(chain.vocabulary)) {
-            row.push(likeliest(logits));
-        }
-    }
-    let text = |row: &Vec<i32>| row[LENGTH - ANSWER..].iter().map(|id| *id as u8 as char).collect();
-    Ok(rows.iter().map(text).collect())
+/// The mean of a few steps up to one, and of those after it.
+fn mean_around(losses: &[(u64, f64)], step: u64) -> Option<(f64, f64)> {
+    let mean = |first: u64| {
+        let some =
+            losses.iter().filter(|(step, _)| (first..first + AROUND).contains(step)).map(|some| some.1);
+        let (count, sum) = some.fold((0_u32, 0.0), |(count, sum), loss| (count + 1, sum + loss));
+        (count > 0).then(|| sum / f64::from(count))
+    };
+    Some((mean((step + 1).saturating_sub(AROUND))?, mean(step + 1)?))
+}
+
+fn print_plan(when: &str, plan: Option<&InForce>) {
+    let Some(plan) = plan else { return };
+    println!("  {when} ({} workers):", plan.workers.len());
+    let row = |part: &account::WorkerPart| {
+        let computes = part.computes.as_deref().unwrap_or("computes nothing").to_owned();
+        vec![format!("    {}", part.worker), computes, part.keeps.clone()]
+    };
+    let text = table(&["", "", ""], plan.workers.iter().map(row));
+    // The table's head is empty here.
+    print!("{}", text.split_once('\n').map_or("", |(_, rows)| rows));
 }

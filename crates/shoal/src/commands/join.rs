@@ -21,6 +21,7 @@ use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
 use crate::job::{DeviceChoice, parse_bytes};
 use crate::live::drill::drilled;
+use crate::live::leash::Leash;
 use crate::live::within::JobsUnder;
 use crate::live::worker::{Given, Hired, pass_on};
 
@@ -72,6 +73,8 @@ pub struct Options {
     /// Let `shoal chaos` kill, freeze, cut off and slow it down
     #[arg(long)]
     drills: bool,
+    #[command(flatten)]
+    leash: Leash,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -94,6 +97,7 @@ const PEERS: Settings = Settings {
 };
 
 pub fn run(options: Options) -> Result {
+    options.leash.hold();
     let name = options.name.clone().unwrap_or_else(host_name);
     let token: Option<JoinToken> = options.token.as_deref().map(str::parse).transpose()?;
     let folder = options.folder.clone().unwrap_or_else(|| state_folder().join("workers").join(&name));

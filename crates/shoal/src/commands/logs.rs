@@ -6,6 +6,7 @@ use shoal_service::view::JobView;
 use crate::error::Result;
 use crate::live::follow::follow;
 use crate::live::reach::Reach;
+use crate::live::receipt;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -33,6 +34,8 @@ pub fn run(options: Options) -> Result {
     if options.follow {
         let mut tell = |view: &JobView| eprintln!("job {} is {}", view.job, view.state);
         follow(&client, options.job, options.after, &mut show, &mut tell)?;
+        // Beside the lines: they are data.
+        eprint!("{}", receipt::text(&client.receipt(options.job)?));
         return Ok(());
     }
     let mut after = options.after;

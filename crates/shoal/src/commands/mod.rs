@@ -14,6 +14,7 @@ pub mod logs;
 pub mod plan;
 pub mod profile;
 pub mod ps;
+pub mod receipt;
 pub mod simulate;
 pub mod token;
 pub mod train;

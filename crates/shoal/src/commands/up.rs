@@ -11,6 +11,7 @@ use shoal_service::access::state_folder;
 use shoal_service::server::{self, Controller, default_folder};
 
 use crate::error::{CliError, Result};
+use crate::live::leash::Leash;
 use crate::live::planner::FleetPlanner;
 use crate::live::within::JobsUnder;
 
@@ -39,9 +40,12 @@ pub struct Options {
     /// Print where it is and how to join as JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    leash: Leash,
 }
 
 pub fn run(options: Options) -> Result {
+    options.leash.hold();
     if options.listen.ip().is_unspecified() && options.host.is_empty() {
         let what =
             format!("{}: it listens on every address, and nobody knows which to join at", options.listen);

@@ -5,11 +5,15 @@
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use shoal_engine::Interval;
+use shoal_control::controller::state::{Class, Interval, JobSpec};
+use shoal_engine::Interval as Asked;
 
 use super::within::Within;
 use crate::error::{CliError, Result};
 use crate::job::Job;
+
+/// More than any fleet has: a job takes what helps it.
+const WORKERS_MAX: usize = 10_000;
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -47,18 +51,37 @@ impl Description {
     /// The same for a job that begins: what a fleet cannot do is refused.
     pub fn new_job(&self, within: &Within) -> Result<Job> {
         let job = self.job(within)?;
-        if let Some((_, Interval::Time(_))) = job.eval {
+        if let Some((_, Asked::Time(_))) = job.eval {
             let hint = "write it in steps, \"200 steps\": members of a fleet go by steps, not by clocks";
             return Err(CliError::said("eval.every is a time", hint));
         }
         Ok(job)
+    }
+
+    /// What the controller is told of it.
+    pub fn spec(&self, job: &Job, class: Class, priority: i32) -> JobSpec {
+        JobSpec {
+            name: job.name.clone(),
+            class,
+            priority,
+            steps: job.steps,
+            workers_min: 1,
+            workers_max: WORKERS_MAX,
+            checkpoint_every: match job.checkpoint_every {
+                Asked::Steps(steps) => Interval::Steps(steps),
+                // The controller counts steps, and knows best what saving costs on its fleet.
+                Asked::Time(_) | Asked::Auto => Interval::Auto,
+            },
+            checkpoints_kept: job.checkpoints_kept,
+            description: self.to_text(),
+        }
     }
 }
 
 /// How often held-out loss is measured, by steps alone.
 pub fn eval_every_steps(job: &Job) -> u64 {
     match job.eval {
-        Some((_, Interval::Steps(steps))) => steps,
+        Some((_, Asked::Steps(steps))) => steps,
         _ => u64::MAX,
     }
 }

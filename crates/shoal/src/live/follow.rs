@@ -22,16 +22,31 @@ pub fn is_over(view: &JobView) -> bool {
 pub fn follow(
     client: &Client,
     job: u64,
-    mut after: u64,
+    after: u64,
     show: &mut dyn FnMut(&Value),
+    tell: &mut dyn FnMut(&JobView),
+) -> Result<JobView> {
+    let mut ask = |after| patiently(|| client.logs(job, after, true));
+    let mut show = |line: &Value| {
+        show(line);
+        Ok(())
+    };
+    follow_by(&mut ask, after, &mut show, tell)
+}
+
+/// The same for one who asks in a way of its own, and may have enough of it.
+pub fn follow_by(
+    ask: &mut dyn FnMut(u64) -> Result<Logs>,
+    mut after: u64,
+    show: &mut dyn FnMut(&Value) -> Result,
     tell: &mut dyn FnMut(&JobView),
 ) -> Result<JobView> {
     let mut told: Option<(String, Option<String>)> = None;
     loop {
-        let Logs { lines, job: view } = patiently(|| client.logs(job, after, true))?;
+        let Logs { lines, job: view } = ask(after)?;
         for line in &lines {
             after = line["step"].as_u64().unwrap_or(after).max(after);
-            show(line);
+            show(line)?;
         }
         let now = (view.state.clone(), view.reason.clone());
         if told.as_ref() != Some(&now) {

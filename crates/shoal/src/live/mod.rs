@@ -5,14 +5,18 @@
 //! - [`worker`]: a worker's device, and a job's parts on it; [`rate`], how quick it is; [`drill`], the faults that it does to
 //!   itself when asked.
 //! - [`within`]: where jobs' files may lie.
-//! - [`reach`] and [`follow`]: how commands find a controller, and follow a job.
+//! - [`reach`] and [`follow`]: how commands find a controller, and follow a job; [`receipt`], where its time went.
+//! - [`own_fleet`]: a whole fleet on this machine for as long as a command runs; [`leash`], what ends it with the command.
 
 pub mod description;
 pub mod drill;
 pub mod follow;
+pub mod leash;
 pub mod members;
+pub mod own_fleet;
 pub mod planner;
 mod rate;
 pub mod reach;
+pub mod receipt;
 pub mod within;
 pub mod worker;

@@ -12,7 +12,7 @@ use shoal_fleet::{Costs, Device, Fleet, Profile};
 use shoal_model::{Chain, Precision};
 use shoal_plan::{Layout, Plan, Purpose, compile_paced};
 use shoal_planner::auto::Request;
-use shoal_planner::breakdown;
+use shoal_planner::breakdown::{self, Breakdown};
 use shoal_planner::replan::{InForce, replan};
 use shoal_service::planning::{Planner, Question, Unfit};
 use shoal_sim::{FleetWorld, Settings, simulate};
@@ -98,9 +98,14 @@ impl FleetPlanner {
         let request = Request { survive, ..Request::new(&chain, step_shape(&job), &fleet, &costs) };
         let found = replan(&request, &members.pace_percent, in_force)
             .map_err(|error| CliError::said(error.to_string(), error.hint()))?;
-        let work_ms = work_ms(&found.plan, &chain, &fleet, &costs)?;
+        let usual = step_of(&found.plan, &chain, &fleet, &costs)?;
+        let work_ms = usual.iter().map(|device| 1e3 * device.busy()).collect();
+        let (fleet, costs) = paced(&fleet, &costs, &members.pace_percent);
+        let foreseen = step_of(&found.plan, &chain, &fleet, &costs)?;
+        let share = |device: &Breakdown| device.bubble / device.seconds().max(f64::MIN_POSITIVE);
+        let bubbles = foreseen.iter().map(share).collect();
         let move_ms = milliseconds(found.moving.seconds);
-        let table = Table { plan: found.plan, work_ms };
+        let table = Table { plan: found.plan, work_ms, bubbles };
         let plan = table.message(&members.workers, milliseconds(found.step_seconds).max(1));
         Ok(Proposal { plan, move_ms })
     }
@@ -136,12 +141,12 @@ fn held(plan: &message::Plan, alive: &[message::WorkerId]) -> Result<(Plan, Vec<
     Ok((table, alive))
 }
 
-/// What each device's own work is predicted to take at its usual pace, which is what workers measure theirs against.
-fn work_ms(plan: &Plan, chain: &Chain, fleet: &Fleet, costs: &Costs) -> Result<Vec<f64>> {
+/// Where each device's part of a step goes, on a virtual clock. At its usual pace own work takes what workers measure theirs
+/// against; at the pace that it was seen to have, a bubble is what the plan expects.
+fn step_of(plan: &Plan, chain: &Chain, fleet: &Fleet, costs: &Costs) -> Result<Vec<Breakdown>> {
     let layout = Layout::new(plan, chain);
     let world = FleetWorld::new(fleet, costs, &layout);
     let programs = compile_paced(plan, chain, Purpose::Train, &world)?;
     let simulated = simulate(&programs, &layout, &world, Settings::default())?;
-    let each = breakdown::of(&programs, &simulated, &layout)?;
-    Ok(each.iter().map(|device| 1e3 * device.busy()).collect())
+    Ok(breakdown::of(&programs, &simulated, &layout)?)
 }

@@ -16,9 +16,9 @@ use shoal_kernels::random::mix64;
 use tempfile::TempDir;
 
 /// Longer than any command here takes on a busy machine; past it a command is taken to hang.
-const DEADLINE: Duration = Duration::from_secs(120);
+pub const DEADLINE: Duration = Duration::from_secs(120);
 /// Between two looks at something awaited.
-const POLL: Duration = Duration::from_millis(2);
+pub const POLL: Duration = Duration::from_millis(2);
 
 /// A job of a small model that trains in well under a second.
 pub const JOB: &str = r#"name = "test"

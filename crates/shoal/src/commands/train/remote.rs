@@ -1,9 +1,10 @@
 //! `shoal train JOB.toml --controller URL`: the same job on a fleet.
 
 use serde_json::{Value, json};
-use shoal_control::controller::state::{Class, Interval, JobSpec};
+use shoal_control::controller::state::Class;
+use shoal_engine::RunEvent;
 use shoal_engine::metrics::StepRecord;
-use shoal_engine::{Interval as Asked, RunEvent};
+use shoal_service::receipt::ReceiptView;
 use shoal_service::view::JobView;
 
 use super::Options;
@@ -11,12 +12,9 @@ use crate::error::{CliError, Result};
 use crate::job::Job;
 use crate::live::description::Description;
 use crate::live::follow::follow;
-use crate::live::reach;
 use crate::live::within::Within;
+use crate::live::{reach, receipt};
 use crate::show::Progress;
-
-/// More than any fleet has: a job takes what helps it.
-const WORKERS_MAX: usize = 10_000;
 
 pub fn run(options: &Options, url: &str) -> Result {
     if options.stop_at.is_some() || options.program.is_some() {
@@ -26,7 +24,8 @@ pub fn run(options: &Options, url: &str) -> Result {
     let description = Description::read(&options.job, &options.set)?;
     let job = description.new_job(&Within::anywhere())?;
     let client = reach::client(Some(url))?;
-    let number = client.submit(&spec(&job, &description, options))?;
+    let class = if options.background { Class::Background } else { Class::Foreground };
+    let number = client.submit(&description.spec(&job, class, options.priority))?;
     if options.detach {
         match options.json {
             true => println!("{}", json!({ "job": number })),
@@ -57,25 +56,8 @@ pub fn run(options: &Options, url: &str) -> Result {
     };
     let view = follow(&client, number, 0, &mut show, &mut tell)?;
     progress.finish();
-    report(&view, loss, held_out, &job, options.json)
-}
-
-fn spec(job: &Job, description: &Description, options: &Options) -> JobSpec {
-    JobSpec {
-        name: job.name.clone(),
-        class: if options.background { Class::Background } else { Class::Foreground },
-        priority: options.priority,
-        steps: job.steps,
-        workers_min: 1,
-        workers_max: WORKERS_MAX,
-        checkpoint_every: match job.checkpoint_every {
-            Asked::Steps(steps) => Interval::Steps(steps),
-            // The controller counts steps, and knows best what saving costs on its fleet.
-            Asked::Time(_) | Asked::Auto => Interval::Auto,
-        },
-        checkpoints_kept: job.checkpoints_kept,
-        description: description.to_text(),
-    }
+    let receipt = client.receipt(number)?;
+    report(&view, (loss, held_out), &job, &receipt, options.json)
 }
 
 /// Whoever follows may go; the job does not.
@@ -92,26 +74,45 @@ fn detach_on_signals(job: u64) -> Result {
     })
 }
 
-fn report(view: &JobView, loss: Option<f64>, held_out: Option<f64>, job: &Job, json: bool) -> Result {
+fn report(
+    view: &JobView,
+    (loss, held_out): (Option<f64>, Option<f64>),
+    job: &Job,
+    receipt: &ReceiptView,
+    json: bool,
+) -> Result {
     let folder = job.run_folder.display();
     if json {
-        println!("{}", json!({ "job": view, "loss": loss, "eval_loss": held_out, "run": job.run_folder }));
+        let run = &job.run_folder;
+        println!(
+            "{}",
+            json!({ "job": view, "loss": loss, "eval_loss": held_out, "run": run, "receipt": receipt })
+        );
     }
     let mut shown = loss.map_or(String::new(), |loss| format!(", loss {loss:.4}"));
     shown += &held_out.map_or(String::new(), |loss| format!(", held-out {loss:.4}"));
     match view.state.as_str() {
         "failed" => {
+            if !json {
+                eprint!("{}", receipt::text(receipt));
+            }
             let reason = view.reason.as_deref().unwrap_or("nobody said why");
             let hint = format!("`shoal resume {}` has it tried again", view.job);
             Err(CliError::said(format!("job {} failed at step {}: {reason}", view.job, view.step), hint))
         }
         _ if json => Ok(()),
         "done" => {
-            println!("finished {} steps{shown}\nexport it with: shoal export {folder} DIR", view.step);
+            println!("finished {} steps{shown}\n\n{}", view.step, receipt::text(receipt));
+            println!("export it with: shoal export {folder} DIR");
             Ok(())
         }
         other => {
-            println!("job {} is {other} at step {}{shown}", view.job, view.step);
+            println!(
+                "job {} is {other} at step {}{shown}\n\n{}",
+                view.job,
+                view.step,
+                receipt::text(receipt)
+            );
             Ok(())
         }
     }
