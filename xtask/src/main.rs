@@ -4,6 +4,7 @@ mod bench;
 mod fleet;
 mod gpu_bundle;
 mod lab;
+mod living;
 mod namespaces;
 
 use std::env;
@@ -17,6 +18,10 @@ cargo xtask bench plan   how long planning and simulating take, and how they gro
 cargo xtask bench checkpoint
                          what saving every ten steps costs a run of gpt2-124m's shape; two quiet cores
 cargo xtask bench lab    predicted steps beside measured ones, on fleets of played devices; two quiet cores
+cargo xtask bench trace FILE [--from SECONDS] [--seconds SECONDS]
+                         a run on 32 played machines that come and go as a spot trace says, twenty times faster,
+                         beside the simulator; two quiet cores
+cargo xtask bench slow   one of four played devices becomes three times slower; two quiet cores
 cargo xtask bench namespaces
                          a pipeline beside data parallel over 1 Gbit/s between network namespaces; Linux, root
 cargo xtask bench fleet  a live fleet of four workers on loopback whose processes are killed, frozen and cut off, beside one
@@ -36,6 +41,8 @@ fn main() -> ExitCode {
             cargo(&["run", "--release", "--package", "shoal-engine", "--example", "checkpoint_overhead"])
         }
         ["bench", "lab"] => lab::bench(),
+        ["bench", "trace", file, ref more @ ..] => living::trace(file, more),
+        ["bench", "slow"] => living::slow(),
         ["bench", "namespaces"] => namespaces::bench(),
         ["bench", "fleet", ref options @ ..] => fleet::bench(options),
         ["gpu-bundle"] => gpu_bundle::build(),

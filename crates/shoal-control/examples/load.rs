@@ -154,7 +154,11 @@ fn plan(members: Vec<WorkerId>) -> Proposal {
     let count = members.len();
     let holders = (0..count).map(|place| vec![place, (place + 1) % count]).collect();
     let step_ms = WORK_MS / count as u64;
-    Proposal { plan: Plan { members, holders, step_ms, table: "t".repeat(4_000) }, move_ms: 500 }
+    Proposal {
+        plan: Plan { members, holders, step_ms, table: "t".repeat(4_000) },
+        move_ms: 500,
+        staying_ms: None,
+    }
 }
 
 /// Nanoseconds that this thread has been on a processor.

@@ -70,6 +70,9 @@ pub struct Proposal {
     pub plan: Plan,
     /// How long training pauses for the state to move there.
     pub move_ms: u64,
+    /// What a step of the plan in force takes on the workers as they are now, where that was asked: one of them may have
+    /// become slow since it was made.
+    pub staying_ms: Option<u64>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

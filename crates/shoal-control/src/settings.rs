@@ -18,7 +18,8 @@ pub struct Settings {
     pub halt_ms_max: u64,
     /// Silence after which a worker is dead.
     pub deadline_ms: u64,
-    /// How long workers that are to stop at a step's end may take before the step is given up.
+    /// How long workers that are to stop at a step's end may take before the step is given up, or three steps if those are
+    /// longer.
     pub grace_ms: u64,
     /// How long a worker that its peers cannot reach, though the controller can, gets no work.
     pub quarantine_ms: u64,

@@ -77,6 +77,24 @@ fn a_newcomer_is_taken_in_if_that_pays() {
 }
 
 #[test]
+fn a_plan_in_force_is_weighed_as_it_runs_now() {
+    // It was foreseen to take 100 ms a step, before one of its workers became slow.
+    for (staying_ms, pays) in [(None, false), (Some(120), false), (Some(290), true)] {
+        let mut fleet = pair();
+        fleet.join(3);
+        fleet.report(3);
+        let records = fleet.answer_beside(120, 500, staying_ms);
+        match (&changes(&records)[..], pays) {
+            ([(1, Change::Stopping { why: Why::Pays, .. })], true) => {}
+            ([(1, Change::Declined { weighing })], false) => {
+                assert_eq!(weighing.step_ms, staying_ms.unwrap_or(100));
+            }
+            _ => panic!("{staying_ms:?}: {records:?}"),
+        }
+    }
+}
+
+#[test]
 fn a_slow_device_is_found_by_its_own_steps_even_alone() {
     let mut fleet = Fleet::new(1);
     fleet.step(Event::Submit { job: JobId(1), spec: spec(Class::Foreground, 1) });

@@ -115,7 +115,11 @@ fn event() -> BoxedStrategy<Event> {
     });
     let answer = prop_oneof![
         Just(Err("no".to_owned())),
-        (plan(), number()).prop_map(|(plan, move_ms)| Ok(Proposal { plan, move_ms })),
+        (plan(), number(), option::of(number())).prop_map(|(plan, move_ms, staying_ms)| Ok(Proposal {
+            plan,
+            move_ms,
+            staying_ms
+        })),
     ];
     let wish = prop_oneof![Just(Wish::Run), Just(Wish::Pause), Just(Wish::Cancel)];
     prop_oneof![

@@ -34,6 +34,9 @@ pub struct About {
     /// Whether the fleet's owner may order faults on it.
     #[serde(default)]
     pub drills: bool,
+    /// It plays its device and its network, and so many times slower than they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stretch: Option<f64>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -89,6 +92,7 @@ mod tests {
             dollars_per_hour: 0.5,
             spot: true,
             drills: true,
+            stretch: Some(2.5),
         };
         assert_eq!(About::parse(&about.text()).unwrap(), about);
         for text in ["", "{}", "7", &about.text().replace("127.0.0.1", "nowhere")] {

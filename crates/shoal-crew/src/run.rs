@@ -198,7 +198,7 @@ fn blamed(culprit: Option<WorkerId>, brake: &Brake) -> Option<WorkerId> {
     culprit.filter(|_| !brake.is_pulled())
 }
 
-/// What this worker's own instructions took in a step: all but those that are waited for on the network.
+/// What this worker's own work took in a step: what its device computed, which is what plans foresee of it.
 struct OwnWork {
     useful_ms: f64,
     recompute_ms: f64,
@@ -209,13 +209,15 @@ impl OwnWork {
         let mut own = OwnWork { useful_ms: 0.0, recompute_ms: 0.0 };
         let by_id: HashMap<u32, &Instruction> =
             program.instructions.iter().map(|next| (next.id, next)).collect();
+        // Instructions that reach the device as one call are all noted with its whole time.
+        let mut counted_until = f64::NEG_INFINITY;
         for Traced { id, start, end } in traced {
-            match by_id.get(id) {
-                Some(next) if matches!(next.op, Op::Recompute { .. }) => {
-                    own.recompute_ms += 1e3 * (end - start)
-                }
-                Some(next) if next.lane != Lane::Network => own.useful_ms += 1e3 * (end - start),
-                _ => {}
+            let Some(next) = by_id.get(id).filter(|next| next.lane == Lane::Compute) else { continue };
+            let took_ms = 1e3 * (end - start.max(counted_until)).max(0.0);
+            counted_until = end.max(counted_until);
+            match next.op {
+                Op::Recompute { .. } => own.recompute_ms += took_ms,
+                _ => own.useful_ms += took_ms,
             }
         }
         own
@@ -246,6 +248,34 @@ fn percent(took_ms: f64, predicted_ms: f64) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_reached_the_device_as_one_call_is_counted_once() {
+        let instruction = |id: u32, lane, op| Instruction { id, lane, op, after: Vec::new(), ahead: 0 };
+        let update = |tensor| Op::Update { tensor, at: shoal_plan::Tier::Device };
+        let program = Program {
+            format: shoal_plan::table::FORMAT,
+            purpose: shoal_plan::Purpose::Train,
+            device: 0,
+            instructions: vec![
+                instruction(0, Lane::Compute, Op::SumLoss),
+                instruction(1, Lane::Network, Op::GradientNorm),
+                instruction(2, Lane::Compute, update(0)),
+                instruction(3, Lane::Compute, update(1)),
+                instruction(4, Lane::Host, update(2)),
+            ],
+        };
+        let traced = |id, start, end| Traced { id, start, end };
+        let course = [
+            traced(0, 1.0, 1.5),
+            traced(1, 1.5, 9.0),
+            traced(2, 9.0, 9.25),
+            traced(3, 9.0, 9.25),
+            traced(4, 9.0, 12.0),
+        ];
+        let own = OwnWork::of(&program, &course);
+        assert_eq!((own.useful_ms, own.recompute_ms), (750.0, 0.0));
+    }
 
     #[test]
     fn of_what_was_waited_the_foreseen_part_is_a_bubble() {

@@ -130,5 +130,5 @@ pub fn plan(job: JobId, workers: &[Paced], held: Option<&Plan>, request: u64) ->
     let stays = held.is_some_and(|held| held.members == members);
     let table = if holds_only { "last one holds state only" } else { "" }.to_owned();
     let plan = Plan { members, holders, step_ms, table };
-    Ok(Proposal { plan, move_ms: if stays { 50 } else { 400 } })
+    Ok(Proposal { plan, move_ms: if stays { 50 } else { 400 }, staying_ms: None })
 }

@@ -167,6 +167,11 @@ impl Costs {
         Costs { layers, kind_of, kinds, host_bytes_per_second }
     }
 
+    /// Hosts take so many times what they did.
+    pub(crate) fn stretch_hosts(&mut self, times: f64) {
+        self.host_bytes_per_second.iter_mut().for_each(|rate| *rate /= times);
+    }
+
     /// One device takes so many times what it did: it is of another kind then.
     pub(crate) fn stretch(&mut self, device: usize, kind: &str, times: f64) {
         let known = self.kinds.iter().position(|known| known.kind == kind);

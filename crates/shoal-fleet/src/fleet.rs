@@ -112,7 +112,12 @@ impl Fleet {
 
     /// So many machines like the first of this fleet, with these names.
     pub fn of_machines(&self, names: &[String]) -> Fleet {
-        let first = &self.nodes[0];
+        self.of_copies(0, names)
+    }
+
+    /// So many machines like one of this fleet's, with these names.
+    pub fn of_copies(&self, node: usize, names: &[String]) -> Fleet {
+        let first = &self.nodes[node];
         let mut fleet = Fleet {
             nodes: Vec::new(),
             devices: Vec::new(),

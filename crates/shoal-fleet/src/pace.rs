@@ -1,8 +1,9 @@
 //! Devices that were seen to work slower than their kind, or quicker: each pace makes a kind of its own, so that whoever
-//! takes devices of a kind for alike is right to.
+//! takes devices of a kind for alike is right to. And whole fleets that are played slower than they are, links too.
 
 use crate::costs::Costs;
 use crate::fleet::Fleet;
+use crate::link::Link;
 
 /// What all devices take that are as quick as their kind.
 pub const AS_PROFILED_PERCENT: u32 = 100;
@@ -25,4 +26,38 @@ pub fn paced(fleet: &Fleet, costs: &Costs, percent: &[u32]) -> (Fleet, Costs) {
         }
     }
     (fleet, costs)
+}
+
+/// The fleet and its costs, where everything lasts so many times longer: what devices and hosts do, and what passes links
+/// and disks.
+pub fn stretched(fleet: &Fleet, costs: &Costs, times: f64) -> (Fleet, Costs) {
+    let (mut fleet, mut costs) = (fleet.clone(), costs.clone());
+    if times == 1.0 {
+        return (fleet, costs);
+    }
+    for (index, device) in fleet.devices.iter_mut().enumerate() {
+        device.kind = format!("{}, {times} times slower", device.kind);
+        costs.stretch(index, &device.kind, times);
+        stretch(&mut device.host_link, times);
+    }
+    for node in &mut fleet.nodes {
+        node.host_bytes_per_second /= times;
+        stretch(&mut node.network, times);
+        node.device_link.iter_mut().for_each(|link| stretch(link, times));
+        if let Some(disk) = &mut node.disk {
+            disk.read_bytes_per_second /= times;
+            disk.write_bytes_per_second /= times;
+        }
+    }
+    stretch(&mut fleet.zone_link, times);
+    let pairs = fleet.zone_pairs.values_mut().chain(fleet.node_pairs.values_mut());
+    pairs.for_each(|link| stretch(link, times));
+    costs.stretch_hosts(times);
+    (fleet, costs)
+}
+
+fn stretch(link: &mut Link, times: f64) {
+    link.seconds_latency *= times;
+    link.bytes_per_second /= times;
+    link.by_size.iter_mut().for_each(|(_, rate)| *rate /= times);
 }

@@ -17,6 +17,8 @@ pub enum TraceEvent {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Trace {
     pub events: Vec<(f64, TraceEvent)>,
+    /// How long it is: to its last event, or beyond.
+    pub seconds: f64,
 }
 
 impl Trace {
@@ -47,7 +49,7 @@ impl Trace {
             })?;
         }
         match reader.kind {
-            Some(_) => Ok(Trace { events: reader.events }),
+            Some(_) => Ok(Trace { events: reader.events, seconds: reader.seconds }),
             None => Err(Error::EmptyTrace { file: name.to_owned() }),
         }
     }
@@ -55,10 +57,31 @@ impl Trace {
     /// So many machines that nobody takes away, for so long.
     pub fn steady(machines: usize, seconds: f64) -> Trace {
         let name = |machine: usize| (0.0, TraceEvent::Add(machine.to_string()));
-        let mut events: Vec<(f64, TraceEvent)> = (1..=machines).map(name).collect();
-        // One that is there already changes nothing but says when the trace ends.
-        events.push((seconds, TraceEvent::Add(1.to_string())));
-        Trace { events }
+        Trace { events: (1..=machines).map(name).collect(), seconds }
+    }
+
+    /// The same, so many times faster.
+    pub fn faster(mut self, times: f64) -> Trace {
+        self.events.iter_mut().for_each(|(seconds, _)| *seconds /= times);
+        self.seconds /= times;
+        self
+    }
+
+    /// A piece of it, from there on and at most so long. Who is there then comes at once.
+    pub fn piece(&self, from: f64, length: f64) -> Trace {
+        let (before, after): (Vec<_>, Vec<_>) = self.events.iter().partition(|(at, _)| *at <= from);
+        let mut there: Vec<&String> = Vec::new();
+        for (_, event) in before {
+            match event {
+                TraceEvent::Add(name) => there.push(name),
+                TraceEvent::Remove(name) => there.retain(|other| *other != name),
+            }
+        }
+        let seconds = (self.seconds - from).clamp(0.0, length);
+        let at_once = there.into_iter().map(|name| (0.0, TraceEvent::Add(name.clone())));
+        let later = after.into_iter().map(|(at, event)| (at - from, event.clone()));
+        let events = at_once.chain(later.filter(|(at, _)| *at <= seconds)).collect();
+        Trace { events, seconds }
     }
 
     /// When the number of machines changed, and to what. Events of one moment count as one.
@@ -84,17 +107,13 @@ impl Trace {
         after.checked_sub(1).map_or(0, |place| counts[place].1)
     }
 
-    /// From the beginning to the last event.
-    pub fn seconds(&self) -> f64 {
-        self.events.last().map_or(0.0, |(seconds, _)| *seconds)
-    }
-
-    /// Machines on average, up to the last event.
+    /// Machines on average.
     pub fn mean_count(&self) -> f64 {
         let counts = self.counts();
+        let ends = counts.iter().skip(1).map(|(at, _)| *at).chain([self.seconds]);
         let machine_seconds: f64 =
-            counts.windows(2).map(|pair| pair[0].1 as f64 * (pair[1].0 - pair[0].0)).sum();
-        match self.seconds() {
+            counts.iter().zip(ends).map(|((at, count), end)| *count as f64 * (end - at)).sum();
+        match self.seconds {
             0.0 => counts.last().map_or(0.0, |(_, count)| *count as f64),
             seconds => machine_seconds / seconds,
         }
@@ -199,8 +218,19 @@ mod tests {
         assert_eq!(trace.events[2], (60.0, TraceEvent::Remove("node1".into())));
         assert_eq!(trace.counts(), [(0.0, 2), (60.0, 1), (180.0, 2)]);
         assert_eq!([0.0, 59.9, 60.0, 1e9].map(|seconds| trace.count_at(seconds)), [2, 2, 1, 2]);
-        assert_eq!(trace.seconds(), 180.0);
+        assert_eq!(trace.seconds, 180.0);
         assert!((trace.mean_count() - 240.0 / 180.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_piece_begins_with_those_who_are_there() {
+        let trace = Trace::parse(NAMED, "spot.csv").unwrap();
+        let piece = trace.piece(60.0, 60.0).faster(2.0);
+        assert_eq!((piece.events, piece.seconds), (vec![(0.0, TraceEvent::Add("node2".into()))], 30.0));
+        let rest = trace.piece(60.0, 1e9);
+        assert_eq!((rest.counts(), rest.seconds), (vec![(0.0, 1), (120.0, 2)], 120.0));
+        assert!((rest.mean_count() - 1.0).abs() < 1e-12);
+        assert_eq!(trace.piece(0.0, 1e9), trace);
     }
 
     #[test]

@@ -42,6 +42,8 @@ pub struct Replanned {
     /// Of a step, by the simulator.
     pub step_seconds: f64,
     pub moving: Moving,
+    /// Of a step of the plan in force, on the devices as they are now; none where it cannot go on.
+    pub staying_seconds: Option<f64>,
     /// Machines that may be lost at once without taking state with them: fewer than asked for where there are not so many
     /// machines, or not so much memory.
     pub survives: usize,
@@ -68,7 +70,7 @@ pub fn replan(
 
 /// The same with just so many mirrors.
 fn surviving(request: &Request, in_force: Option<InForce>) -> Result<Replanned, AutoError> {
-    let Request { fleet, survive, .. } = *request;
+    let fleet = request.fleet;
     let seated = |plan| {
         Ok(match &in_force {
             Some(in_force) => seats::seated(plan, fleet, in_force),
@@ -82,8 +84,46 @@ fn surviving(request: &Request, in_force: Option<InForce>) -> Result<Replanned, 
             Err(refused) => tried.push(auto::Tried { shape, seconds: None, refused: Some(refused) }),
         }
     }
-    options.extend(in_force.and_then(|in_force| staying(request, &in_force)).map(|stays| (None, stays)));
+    chosen(request, in_force, options).ok_or(AutoError::Nothing { tried })
+}
+
+/// The same where a plan is known already that was made for such a fleet: as many devices of the same kinds and paces, in the
+/// same order, whatever they are called. Nothing is searched. None where it does not fit.
+///
+/// # Panics
+/// As [`replan`] does.
+pub fn replan_as(
+    request: &Request,
+    pace_percent: &[u32],
+    in_force: Option<InForce>,
+    known: &Plan,
+) -> Option<Replanned> {
+    let (fleet, costs) = paced(request.fleet, request.costs, pace_percent);
+    if known.devices.len() != fleet.devices.len() {
+        return None;
+    }
+    let request = Request { fleet: &fleet, costs: &costs, ..*request };
+    let places: Vec<usize> = (0..fleet.devices.len()).collect();
+    let plan = seats::moved(known, device_rows(&fleet), &places);
+    let plan = match &in_force {
+        Some(in_force) => seats::seated(plan, &fleet, in_force),
+        None => plan,
+    };
+    let rated = auto::rated(Shape::Mixed, &plan, &request).ok()?;
+    chosen(&request, in_force, vec![(None, rated)])
+}
+
+/// Of plans about as fast as the best, the plan in force among them, the one that the shortest pause leads to.
+fn chosen(
+    request: &Request,
+    in_force: Option<InForce>,
+    mut options: Vec<(Option<Shape>, Candidate)>,
+) -> Option<Replanned> {
+    let Request { fleet, survive, .. } = *request;
     let seconds = |candidate: &Candidate| candidate.simulated.seconds;
+    let stays = in_force.and_then(|in_force| staying(request, &in_force));
+    let staying_seconds = stays.as_ref().map(seconds);
+    options.extend(stays.map(|stays| (None, stays)));
     let best = options.iter().map(|(_, candidate)| seconds(candidate)).fold(f64::INFINITY, f64::min);
     let as_good = options.into_iter().filter(|(_, candidate)| seconds(candidate) <= AS_GOOD * best);
     let chosen = as_good
@@ -91,9 +131,10 @@ fn surviving(request: &Request, in_force: Option<InForce>) -> Result<Replanned, 
         .min_by(|(moves, _, one), (others, _, other)| {
             moves.seconds.total_cmp(&others.seconds).then(seconds(one).total_cmp(&seconds(other)))
         });
-    let Some((moving, shape, candidate)) = chosen else { return Err(AutoError::Nothing { tried }) };
+    let (moving, shape, candidate) = chosen?;
     let Candidate { plan, simulated, memory, .. } = candidate;
-    Ok(Replanned { plan, shape, step_seconds: simulated.seconds, moving, survives: survive, memory })
+    let step_seconds = simulated.seconds;
+    Some(Replanned { plan, shape, step_seconds, moving, staying_seconds, survives: survive, memory })
 }
 
 /// The plan in force on the devices as they are now, with mirrors for what lacks them.

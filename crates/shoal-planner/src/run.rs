@@ -27,8 +27,12 @@ pub struct Step {
 pub enum Morphing {
     /// State moves between the machines that stay, and to those that come.
     Live {
-        /// From the change until state begins to move: it is noticed, and planned anew.
+        /// From the loss of a machine until state begins to move: it is noticed, and planned anew.
         notice_seconds: f64,
+        /// The same where machines have only come, and what is best with them was planned while training went on.
+        switch_seconds: f64,
+        /// Steps that a loss costs beside.
+        lost_steps: f64,
         /// Of each machine, each way.
         bytes_per_second: f64,
     },
@@ -172,6 +176,7 @@ pub fn over(
             run.change(machines, plan_for);
         }
     }
+    run.train_until(trace.seconds);
     run.report.seconds = run.now;
     run.report
 }
@@ -189,7 +194,13 @@ fn change(machines: &mut BTreeSet<String>, event: &TraceEvent) {
 }
 
 fn mean_between_changes(trace: &Trace) -> f64 {
-    trace.seconds() / trace.events.len().max(1) as f64
+    let (mut changes, mut last) = (0, f64::NEG_INFINITY);
+    for (at, _) in &trace.events {
+        if at - last > TOGETHER_SECONDS {
+            (changes, last) = (changes + 1, *at);
+        }
+    }
+    trace.seconds / changes.max(1) as f64
 }
 
 struct Run<'a> {
@@ -276,18 +287,17 @@ impl Run<'_> {
                 self.since_checkpoint = 0.0;
                 restart_seconds
             }
-            Morphing::Live { notice_seconds, .. } => {
+            Morphing::Live { notice_seconds, switch_seconds, lost_steps, .. } => {
                 let (moving, lost) = self.moving(next.as_ref());
                 if lost {
                     self.report.restores += 1;
                     self.lose(self.since_checkpoint);
                     self.since_checkpoint = 0.0;
                 } else if gone {
-                    // The step under way, and the one before it at the worst.
                     let step = self.step.as_ref().map_or(0.0, |step| step.seconds);
-                    self.lose(1.5 * step);
+                    self.lose(lost_steps * step);
                 }
-                notice_seconds + moving
+                moving + if gone { notice_seconds } else { switch_seconds }
             }
         };
         self.step = next;
@@ -299,7 +309,7 @@ impl Run<'_> {
         let (Some(now), Some(next)) = (&self.step, next) else { return next.is_some() };
         let cost = match self.settings.morphing {
             Morphing::Restart { restart_seconds } => restart_seconds + self.since_checkpoint,
-            Morphing::Live { notice_seconds, .. } => notice_seconds + self.moving(Some(next)).0,
+            Morphing::Live { switch_seconds, .. } => switch_seconds + self.moving(Some(next)).0,
         };
         let gained = 1.0 - next.seconds / now.seconds;
         gained * self.mean_between_changes > cost

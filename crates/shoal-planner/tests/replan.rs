@@ -10,7 +10,7 @@ use shoal_plan::one_device::StepShape;
 use shoal_plan::{Plan, Purpose, compile, verify_all};
 use shoal_planner::auto::Request;
 use shoal_planner::replan::moving::{self, Moving};
-use shoal_planner::replan::{InForce, Replanned, replan};
+use shoal_planner::replan::{InForce, Replanned, replan, replan_as};
 use shoal_planner::{GPU_PROCESS_BYTES, GPU_WORKSPACE_BYTES};
 
 /// Of a GPU, what its process takes for itself.
@@ -173,6 +173,31 @@ fn a_slow_device_gets_less_to_do() {
     assert!(samples(&next.plan, 1) < samples(&first.plan, 1), "{:?}", next.plan.layers);
     // The others wait for it, or do its work.
     assert!(next.step_seconds > first.step_seconds && next.step_seconds < 2.0 * first.step_seconds);
+    // What staying would have cost is said beside it: the plan in force on the devices as they are.
+    let [before, after] = [plan_for(&chain, &fleet, 0, &[100; 4], Some(in_force)), next];
+    let staying = [before.staying_seconds.unwrap(), after.staying_seconds.unwrap()];
+    assert!((staying[0] - first.step_seconds).abs() < 1e-9 * first.step_seconds);
+    assert!(staying[1] > staying[0] && staying[1] >= after.step_seconds / 1.02, "{staying:?}");
+}
+
+/// Machines that are alike take the places of a plan that was found for others.
+#[test]
+fn a_plan_that_was_found_serves_a_fleet_like_the_one_it_was_for() {
+    let (chain, before, after) = (small(), v100s(&["a", "b", "c"]), v100s(&["d", "a", "b"]));
+    let first = plan_for(&chain, &before, 1, &[100; 3], None);
+    let in_force = InForce { plan: &first.plan, alive: &[true, true, false] };
+    let costs = Costs::new(&chain, &after, None, STEP.precision, STEP.sequence).unwrap();
+    let request = Request { survive: 1, ..Request::new(&chain, STEP, &after, &costs) };
+    let again = replan_as(&request, &[100; 3], Some(in_force), &first.plan).expect("it fits");
+    check(&again, &chain, &after);
+    assert!((again.step_seconds - first.step_seconds).abs() < 1e-9 * first.step_seconds);
+    // Those who stay keep what they have: what moves is the newcomer's share, as after a search.
+    let searched = plan_for(&chain, &after, 1, &[100; 3], Some(in_force));
+    assert!(again.moving.bytes > 0 && again.moving.bytes <= searched.moving.bytes, "{:?}", again.moving);
+    let two = v100s(&["a", "b"]);
+    let costs = Costs::new(&chain, &two, None, STEP.precision, STEP.sequence).unwrap();
+    let request = Request { survive: 1, ..Request::new(&chain, STEP, &two, &costs) };
+    assert!(replan_as(&request, &[100; 2], Some(in_force), &first.plan).is_none(), "it is for three");
 }
 
 /// Whoever saves first stands first, and each set of holders is named once.

@@ -51,7 +51,8 @@ fn replicas(machines: &BTreeSet<String>) -> Option<Step> {
     Some(Step { plan, seconds, devices: vec![device; count] })
 }
 
-const LIVE: Morphing = Morphing::Live { notice_seconds: 1.0, bytes_per_second: 1e9 };
+const LIVE: Morphing =
+    Morphing::Live { notice_seconds: 1.0, switch_seconds: 1.0, lost_steps: 1.5, bytes_per_second: 1e9 };
 
 fn play(trace: &str, morphing: Morphing) -> Report {
     let settings = Settings {
@@ -106,7 +107,12 @@ fn moving_state_loses_less_than_starting_again() {
 #[test]
 fn a_change_that_does_not_pay_is_not_made() {
     let trace = "0,12\n10,13\n11.5,12\n13,13\n14.5,12\n16,13\n17.5,12\n20,0\n";
-    let slow = Morphing::Live { notice_seconds: 100.0, bytes_per_second: 1e9 };
+    let slow = Morphing::Live {
+        notice_seconds: 100.0,
+        switch_seconds: 100.0,
+        lost_steps: 1.5,
+        bytes_per_second: 1e9,
+    };
     let report = play(trace, slow);
     assert!(report.morphs < report.changes, "{report:?}");
 }

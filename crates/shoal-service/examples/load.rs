@@ -96,7 +96,11 @@ impl Planner for Even {
     fn plan(&self, question: &Question) -> Result<Proposal, String> {
         let members: Vec<_> = question.workers.iter().map(|candidate| candidate.worker).collect();
         let holders = vec![(0..members.len()).collect()];
-        Ok(Proposal { plan: Plan { members, holders, step_ms: STEP_MS, table: "{}".into() }, move_ms: 1 })
+        Ok(Proposal {
+            plan: Plan { members, holders, step_ms: STEP_MS, table: "{}".into() },
+            move_ms: 1,
+            staying_ms: None,
+        })
     }
 
     fn keep_checkpoints(&self, _: JobId, _: &str, _: &[u64]) -> Result<(), String> {

@@ -89,17 +89,6 @@ impl FleetOptions {
         Ok(Costs::new(chain, fleet, profile.as_ref(), job.precision, job.sequence)?)
     }
 
-    fn shapes(&self) -> Result<Vec<Shape>> {
-        let Some(name) = self.shape.as_deref().filter(|name| *name != "auto") else {
-            return Ok(Shape::ALL.to_vec());
-        };
-        let names: Vec<&str> = Shape::ALL.iter().map(|shape| shape.name()).collect();
-        Shape::named(name).map(|shape| vec![shape]).ok_or_else(|| {
-            let what = format!("--shape: there is no shape \"{name}\"");
-            CliError::said(what, format!("the shapes are auto, {}", names.join(", ")))
-        })
-    }
-
     /// What the command says, or else the job, or else nobody.
     pub fn survive(&self, job: &Job) -> Survive {
         let asked = self.survive.or(job.survive);
@@ -118,9 +107,19 @@ impl FleetOptions {
         on: &OnFleet,
         survive: Survive,
     ) -> Result<Found> {
-        of_shapes(job, chain, on, &self.shapes()?, survive)
+        of_shapes(job, chain, on, &shapes(self.shape.as_deref())?, survive)
             .map_err(|error| CliError::said(error.to_string(), error.hint()))
     }
+}
+
+/// The shapes to search, where one may be named.
+pub fn shapes(name: Option<&str>) -> Result<Vec<Shape>> {
+    let Some(name) = name.filter(|name| *name != "auto") else { return Ok(Shape::ALL.to_vec()) };
+    let names: Vec<&str> = Shape::ALL.iter().map(|shape| shape.name()).collect();
+    Shape::named(name).map(|shape| vec![shape]).ok_or_else(|| {
+        let what = format!("--shape: there is no shape \"{name}\"");
+        CliError::said(what, format!("the shapes are auto, {}", names.join(", ")))
+    })
 }
 
 /// The best plan of some shapes.

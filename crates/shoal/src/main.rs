@@ -13,6 +13,7 @@ mod preprocessor;
 mod run_folder;
 mod show;
 mod spill;
+mod spot;
 mod timeline;
 
 use std::process::ExitCode;

@@ -49,7 +49,7 @@ fn processes_train_what_one_device_trains() {
     for (shape, survive, options) in [
         ("pipeline", "2", &[][..]),
         ("sharded", "1", &["--plain"]),
-        ("mixed", "1", &["--trace", "trace.json"]),
+        ("mixed", "1", &["--record", "trace.json"]),
     ] {
         let run = format!("checkpoint.to={shape}");
         let table = format!("{shape}.json");

@@ -248,7 +248,7 @@ impl Controller {
                 let reason = plan.check().err().map(|error| error.to_string()).unwrap_or_default();
                 Change::Refused { reason }
             }
-            Ok(Proposal { plan, move_ms }) => match &job.phase {
+            Ok(Proposal { plan, move_ms, staying_ms }) => match &job.phase {
                 Phase::Planning { .. } => {
                     let shares = Shares::new(&self.state);
                     let workers = &shares.of(id).available;
@@ -263,7 +263,10 @@ impl Controller {
                 }
                 Phase::Running => {
                     let changes_ms = changes_every_ms(&self.state.changes, &self.settings);
-                    let Some(weighing) = weigh(job, plan.step_ms, move_ms, changes_ms) else { return };
+                    let staying_ms = staying_ms.or(job.held().map(|held| held.step_ms));
+                    let Some(weighing) = weigh(job, (staying_ms, plan.step_ms), move_ms, changes_ms) else {
+                        return;
+                    };
                     match weighing.pays() {
                         false => Change::Declined { weighing },
                         true => {
@@ -401,7 +404,9 @@ impl Controller {
             let stalled =
                 parts.iter().any(|(_, part)| stopped(part).is_some_and(|part| part.culprit.is_some()));
             let since_ms = self.stopping_ms.get(&id).copied().unwrap_or(0);
-            let late = now_ms >= since_ms + self.settings.grace_ms;
+            // Two steps may be left to do, however long they are.
+            let grace_ms = self.settings.grace_ms.max(plan.step_ms.saturating_mul(3));
+            let late = now_ms >= since_ms.saturating_add(grace_ms);
             return (after.is_some() && (lost || stalled || late)).then_some(Change::Hurried);
         };
         if self.bug == Some(Bug::GoBack) {

@@ -14,8 +14,14 @@ pub fn changes_every_ms(changes: &Changes, settings: &Settings) -> u64 {
     changes.last_ms.saturating_sub(changes.first_ms) / (changes.count - 1)
 }
 
-pub fn weigh(job: &Job, step_ms_after: u64, move_ms: u64, changes_ms: u64) -> Option<Weighing> {
-    let step_ms = job.held()?.step_ms;
+/// By what a step takes with the plan in force and with the other, where there is one in force.
+pub fn weigh(
+    job: &Job,
+    (step_ms, step_ms_after): (Option<u64>, u64),
+    move_ms: u64,
+    changes_ms: u64,
+) -> Option<Weighing> {
+    let step_ms = step_ms?;
     let remaining_ms = (job.spec.steps - job.committed.min(job.spec.steps)).saturating_mul(step_ms);
     Some(Weighing { step_ms, step_ms_after, move_ms, horizon_ms: changes_ms.min(remaining_ms) })
 }
@@ -30,7 +36,10 @@ impl Weighing {
 
 #[cfg(test)]
 mod tests {
+    use super::super::record::Record;
+    use super::super::state::State;
     use super::*;
+    use crate::message::{Price, WorkerId};
 
     #[test]
     fn a_change_pays_if_the_pause_is_made_up_for_before_the_next() {
@@ -39,6 +48,17 @@ mod tests {
         assert!(!Weighing { horizon_ms: 2_000, ..weighing }.pays(), "only just made up for");
         assert!(!Weighing { horizon_ms: 900, ..weighing }.pays(), "the pause is longer than what is left");
         assert!(!Weighing { step_ms_after: 200, move_ms: 0, ..weighing }.pays(), "no gain");
+    }
+
+    #[test]
+    fn machines_that_come_together_are_one_change() {
+        let mut state = State::default();
+        for (number, at_ms) in [(1, 0), (2, 10), (3, 999), (4, 1_000), (5, 1_001), (6, 9_000)] {
+            let (worker, name, about) = (WorkerId(number), format!("w{number}"), String::new());
+            let joined = Record::Joined { worker, name, boot: 1, about, price: Price(0), at_ms };
+            state.apply(&joined).expect("fits");
+        }
+        assert_eq!(state.changes, Changes { count: 3, first_ms: 0, last_ms: 9_000, losses: 0 });
     }
 
     #[test]

@@ -22,6 +22,9 @@ pub struct Member {
     pub quarantined_until_ms: Option<u64>,
 }
 
+/// Changes of the fleet so close together are taken as one.
+const TOGETHER_MS: u64 = 1_000;
+
 /// When the fleet changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -120,12 +123,16 @@ impl State {
         }
     }
 
+    /// Machines that come or go together are one change: a fleet that starts says nothing of how often it will change.
     fn changed(&mut self, at_ms: u64) {
-        if self.changes.count == 0 {
-            self.changes.first_ms = at_ms;
+        let Changes { count, first_ms, last_ms, .. } = &mut self.changes;
+        if *count == 0 {
+            *first_ms = at_ms;
         }
-        self.changes.count += 1;
-        self.changes.last_ms = at_ms;
+        if *count == 0 || at_ms >= last_ms.saturating_add(TOGETHER_MS) {
+            *count += 1;
+            *last_ms = at_ms;
+        }
     }
 
     pub fn is_alive(&self, worker: WorkerId) -> bool {

@@ -103,11 +103,16 @@ impl Fleet {
 
     /// The planner's answer to the last question: all of the workers, each slice on two.
     pub fn answer(&mut self, step_ms: u64, move_ms: u64) -> Vec<Record> {
+        self.answer_beside(step_ms, move_ms, None)
+    }
+
+    /// The same beside what a step of the plan in force takes now.
+    pub fn answer_beside(&mut self, step_ms: u64, move_ms: u64, staying_ms: Option<u64>) -> Vec<Record> {
         let (job, request, members) = self.asked.pop().expect("a question");
         let count = members.len();
         let holders = (0..count).map(|place| vec![place, (place + 1) % count]).collect();
         let plan = Plan { members, holders, step_ms, table: String::new() };
-        self.step(Event::Planned { job, request, answer: Ok(Proposal { plan, move_ms }) })
+        self.step(Event::Planned { job, request, answer: Ok(Proposal { plan, move_ms, staying_ms }) })
     }
 
     /// Everyone has its state, and runs.

@@ -251,7 +251,8 @@ impl Fleet {
                     let step_ms = 600 / workers.len() as u64;
                     let work_ms = tables::work_ms(&plan, self.description.paced_us);
                     let plan = Table { plan, work_ms, bubbles: Vec::new() }.message(&workers, step_ms);
-                    self.step(Event::Planned { job, request, answer: Ok(Proposal { plan, move_ms: 10 }) });
+                    let answer = Ok(Proposal { plan, move_ms: 10, staying_ms: None });
+                    self.step(Event::Planned { job, request, answer });
                 }
                 Action::KeepCheckpoints { ids, .. } => {
                     let ids: Vec<u64> = ids.into_iter().map(save_number).collect();

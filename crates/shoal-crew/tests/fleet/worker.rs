@@ -87,6 +87,7 @@ pub fn run(name: &str, identity: Option<&String>) {
         dollars_per_hour: 0.0,
         spot: false,
         drills: false,
+        stretch: None,
     };
     let boot = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).expect("a clock").as_millis() as u64;
     let worker = Arc::new(Mutex::new(Worker::new(settings(), name, &about.text(), boot)));

@@ -43,7 +43,7 @@ impl Planner for OneWorker {
         let first = question.workers.first().map(|candidate| candidate.worker);
         let worker = held.into_iter().find(known).or(first).ok_or("there is nobody")?;
         let plan = Plan { members: vec![worker], holders: vec![vec![0]], step_ms: 5, table: "toy".into() };
-        Ok(Proposal { plan, move_ms: 1 })
+        Ok(Proposal { plan, move_ms: 1, staying_ms: None })
     }
 
     fn keep_checkpoints(&self, _: JobId, _: &str, _: &[u64]) -> Result<(), String> {

@@ -22,6 +22,7 @@ use crate::error::{CliError, Result};
 use crate::job::{DeviceChoice, parse_bytes};
 use crate::live::drill::drilled;
 use crate::live::leash::Leash;
+use crate::live::played::{Played, follow_cues};
 use crate::live::within::JobsUnder;
 use crate::live::worker::{Given, Hired, pass_on};
 
@@ -73,6 +74,9 @@ pub struct Options {
     /// Let `shoal chaos` kill, freeze, cut off and slow it down
     #[arg(long)]
     drills: bool,
+    /// Play a device, as `shoal lab` wrote it
+    #[arg(long, value_name = "FILE", hide = true)]
+    plays: Option<PathBuf>,
     #[command(flatten)]
     leash: Leash,
 }
@@ -97,7 +101,9 @@ const PEERS: Settings = Settings {
 };
 
 pub fn run(options: Options) -> Result {
-    options.leash.hold();
+    if options.plays.is_none() {
+        options.leash.hold();
+    }
     let name = options.name.clone().unwrap_or_else(host_name);
     let token: Option<JoinToken> = options.token.as_deref().map(str::parse).transpose()?;
     let folder = options.folder.clone().unwrap_or_else(|| state_folder().join("workers").join(&name));
@@ -112,23 +118,35 @@ pub fn run(options: Options) -> Result {
         None => SocketAddr::new(towards, 0),
     };
     let listener = TcpListener::bind(listen).map_err(CliError::at(folder.as_path()))?;
-    let reception = Arc::new(Reception::open(listener, Guard::Tls(identity))?);
+    let is_plain = given.played.as_ref().is_some_and(|played| played.part.plain);
+    let guard = if is_plain { Guard::Plain } else { Guard::Tls(identity) };
+    let reception = Arc::new(Reception::open(listener, guard)?);
     let machine = options.machine.clone().unwrap_or_else(host_name);
     let mut about = given.about(&name, reception.address(), machine)?;
-    about.dollars_per_hour = options.price;
+    if options.price > 0.0 {
+        about.dollars_per_hour = options.price;
+    }
     about.drills = options.drills;
     eprintln!("{name}: {}, reached at {}", given.device.describe(), reception.address());
     if let Some(sentence) = given.within.sentence() {
         eprintln!("{name}: {sentence}");
     }
 
-    let price = Price((options.price.max(0.0) * 1e6) as u64);
+    let price = Price((about.dollars_per_hour.max(0.0) * 1e6) as u64);
     let driver = WorkerDriver::new(membership, about.text(), price);
     let lease = driver.lease();
     let may_run = Arc::new(move || lease.may_run());
     let port = reception.clone();
-    let setup = Setup { about, reception, assemble: given.assembler(), may_run, network: PEERS };
+    let network = match &given.played {
+        None => PEERS,
+        Some(played) => Settings { shape: Some(played.shape()), streams: 1, ..PEERS },
+    };
+    let is_played = given.played.is_some();
+    let setup = Setup { about, reception, assemble: given.assembler(), may_run, network };
     let (crew, outlets) = Crew::new(setup);
+    if is_played {
+        follow_cues(crew.slowness());
+    }
     let driver = driver.drilled(options.drills.then(|| drilled(port, crew.slowness())));
     pass_on(outlets, driver.sender());
     watch_cloud(&options, &driver)?;
@@ -157,6 +175,9 @@ fn given(options: &Options, folder: &std::path::Path) -> Result<Given> {
         };
         text.as_ref().map(read).transpose()
     };
+    if let Some(part) = &options.plays {
+        return Ok(Given::playing(Played::read(part)?, folder));
+    }
     let memory = size("--memory", &options.memory)?;
     let host_memory = size("--host-memory", &options.host_memory)?;
     let device = LocalDevice::choose(options.device, memory, options.threads)?;

@@ -1,5 +1,7 @@
 //! `shoal lab`: a job on a fleet in a box. The fleet's plan runs as it would there, a process a device, and what it takes
-//! is set beside what was predicted.
+//! is set beside what was predicted. With `--trace` or `--slow` the fleet lives ([`living`]).
+
+mod living;
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -12,8 +14,8 @@ use shoal_engine::{RunEvent, Traced};
 use shoal_fleet::{Fleet, catalogue};
 use shoal_model::{Chain, Precision};
 use shoal_net::identity::Authority;
-use shoal_plan::{Lane, Layout, Plan, Program, Purpose, compile_paced, verify_all};
-use shoal_sim::{FleetWorld, Settings, World, simulate};
+use shoal_plan::{Layout, Plan, Program, Purpose, compile_paced, verify_all};
+use shoal_sim::{FleetWorld, Settings, simulate};
 
 use super::train::stop_on_signals;
 use super::trial::median;
@@ -22,6 +24,7 @@ use crate::error::{CliError, Result};
 use crate::fleet_plan::{FleetOptions, OnFleet, read_table};
 use crate::in_a_box::assignment::{Assignment, Network, Report, name_of};
 use crate::in_a_box::gpu::{self, Mps, Share};
+use crate::in_a_box::pace::durations;
 use crate::in_a_box::trace::{FORMAT, Trace};
 use crate::in_a_box::{Namespace, Workers};
 use crate::job::{Job, duration_text};
@@ -59,12 +62,14 @@ pub struct Options {
     /// Let workers know each other by their addresses alone, without certificates
     #[arg(long)]
     plain: bool,
-    /// Seconds of silence after which a worker counts as dead
-    #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
-    deadline: f64,
+    /// Seconds of silence after which a worker counts as dead; 10, or 0.9 where the fleet lives
+    #[arg(long, value_name = "SECONDS")]
+    deadline: Option<f64>,
     /// Note when each instruction was under way, for `shoal simulate --against`
     #[arg(long, value_name = "FILE")]
-    trace: Option<PathBuf>,
+    record: Option<PathBuf>,
+    #[command(flatten)]
+    living: living::Options,
     /// Print a summary as JSON and no progress
     #[arg(long)]
     json: bool,
@@ -86,8 +91,22 @@ struct SearchOptions {
     table: Option<PathBuf>,
 }
 
+impl Options {
+    fn on_fleet(&self) -> FleetOptions {
+        let SearchOptions { profile, shape, survive, .. } = &self.search;
+        FleetOptions {
+            fleet: Some(self.fleet.clone()),
+            profile: profile.clone(),
+            shape: shape.clone(),
+            survive: *survive,
+        }
+    }
+}
+
 /// Steps at the beginning that are not measured: memory is touched for the first time, connections grow.
 const WARM_UP_STEPS: u64 = 2;
+/// Silence after which a worker counts as dead, where the fleet does not live.
+const DEADLINE_SECONDS: f64 = 10.0;
 /// How long workers may take to end beyond the deadline after which they know that one is lost.
 const GRACE: Duration = Duration::from_secs(3);
 /// Played instructions should last about so long: shorter ones would drown in what sleeping and waking take.
@@ -97,11 +116,16 @@ pub fn run(options: Options) -> Result {
     let job = Job::read(&options.job, &options.set)?;
     let chain = job.chain();
     let positive = |value: f64| value.is_finite() && value > 0.0;
-    if !positive(options.deadline) || options.stretch.is_some_and(|stretch| !positive(stretch)) {
+    if options.deadline.is_some_and(|deadline| !positive(deadline))
+        || options.stretch.is_some_and(|stretch| !positive(stretch))
+    {
         return Err(CliError::said(
             "--deadline and --stretch are above 0",
             "leave them out for the defaults",
         ));
+    }
+    if let Some(course) = options.living.course()? {
+        return living::run(&options, &job, &chain, course);
     }
     let stop = stop_on_signals()?;
     let planned = Prepared::new(&options, &job, &chain)?;
@@ -133,7 +157,7 @@ pub fn run(options: Options) -> Result {
     let (mut steps, mut loss, mut seconds, mut end) = (resumed.unwrap_or(0), None, Vec::new(), None);
     let mut memory = BTreeMap::new();
     let first_measured = steps + WARM_UP_STEPS;
-    let grace = Duration::from_secs_f64(options.deadline) + GRACE;
+    let grace = Duration::from_secs_f64(options.deadline.unwrap_or(DEADLINE_SECONDS)) + GRACE;
     let followed = workers.follow(
         leader,
         grace,
@@ -158,7 +182,7 @@ pub fn run(options: Options) -> Result {
     );
     progress.finish();
     followed?;
-    if let Some(path) = &options.trace {
+    if let Some(path) = &options.record {
         planned.collect_trace(&lab)?.write(path)?;
         eprintln!("wrote {}", path.display());
     }
@@ -196,13 +220,7 @@ struct Prepared {
 
 impl Prepared {
     fn new(options: &Options, job: &Job, chain: &Chain) -> Result<Prepared> {
-        let SearchOptions { profile, shape, survive, table } = &options.search;
-        let fleet_options = FleetOptions {
-            fleet: Some(options.fleet.clone()),
-            profile: profile.clone(),
-            shape: shape.clone(),
-            survive: *survive,
-        };
+        let (fleet_options, table) = (options.on_fleet(), &options.search.table);
         let on = fleet_options.read(job, chain)?;
         let plan = match table {
             Some(path) => read_table(path, chain)?,
@@ -326,7 +344,7 @@ impl Prepared {
                     .get(rank)
                     .map_or(Ipv4Addr::LOCALHOST.into(), |namespace| namespace.address),
                 fabric,
-                deadline_seconds: options.deadline,
+                deadline_seconds: options.deadline.unwrap_or(DEADLINE_SECONDS),
                 identity: identity.map(|identity| {
                     [identity.certificate_pem(), identity.key_pem(), identity.authority_pem()]
                         .map(str::to_owned)
@@ -355,7 +373,7 @@ impl Prepared {
                     true => network,
                     false => shaped(network, &self.on.fleet, rank, self.stretch),
                 },
-                trace_from: options.trace.as_ref().map(|_| checkpoint.unwrap_or(0) + WARM_UP_STEPS),
+                trace_from: options.record.as_ref().map(|_| checkpoint.unwrap_or(0) + WARM_UP_STEPS),
                 predicted_seconds: self.predicted * self.stretch,
                 dollars_per_hour: self.on.fleet.dollars_per_hour(),
             });
@@ -423,20 +441,6 @@ impl Prepared {
         }
         println!("export it with: shoal export {} DIR", job.run_folder.display());
     }
-}
-
-/// How long each of a program's instructions lasts on its device, by number; what waits for others lasts as it lasts.
-fn durations(program: &Program, world: &FleetWorld) -> Vec<f64> {
-    let mut durations =
-        vec![0.0; program.instructions.iter().map(|next| next.id as usize + 1).max().unwrap_or(0)];
-    for instruction in program.instructions.iter().filter(|next| next.lane != Lane::Network) {
-        let work = world.alone(&instruction.op, program.device);
-        let rates =
-            work.resources.iter().map(|resource| world.resources()[*resource as usize].bytes_per_second);
-        let moving = if work.bytes > 0.0 { work.bytes / rates.fold(f64::INFINITY, f64::min) } else { 0.0 };
-        durations[instruction.id as usize] = work.seconds + moving;
-    }
-    durations
 }
 
 /// So much slower that instructions which take time last long enough to be played.

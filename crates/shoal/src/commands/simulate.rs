@@ -36,7 +36,7 @@ pub struct Options {
     /// Play a whole run over a spot trace (docs/fleet.md), on machines like the fleet's first
     #[arg(long, value_name = "FILE", conflicts_with_all = ["table", "timeline"])]
     trace: Option<PathBuf>,
-    /// Set a step that really ran beside this: a trace that `shoal lab --trace` wrote
+    /// Set a step that really ran beside this: a trace that `shoal lab --record` wrote
     #[arg(long, value_name = "TRACE", conflicts_with = "trace")]
     against: Option<PathBuf>,
     /// Draw what each device does when: FILE.svg, or FILE.html to point at instructions

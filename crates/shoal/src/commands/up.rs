@@ -11,6 +11,7 @@ use shoal_service::access::state_folder;
 use shoal_service::server::{self, Controller, default_folder};
 
 use crate::error::{CliError, Result};
+use crate::fleet_plan::shapes;
 use crate::live::leash::Leash;
 use crate::live::planner::FleetPlanner;
 use crate::live::within::JobsUnder;
@@ -29,6 +30,9 @@ pub struct Options {
     /// What layers were measured to take, as `shoal profile` wrote it; other kinds of devices are estimated
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
+    /// Search one shape of plan only
+    #[arg(long, value_name = "SHAPE")]
+    shape: Option<String>,
     /// Silence after which a worker is taken for dead
     #[arg(long, value_name = "SECONDS", default_value_t = 0.9)]
     deadline: f64,
@@ -64,7 +68,8 @@ pub fn run(options: Options) -> Result {
     if let Some(sentence) = within.sentence() {
         eprintln!("{sentence}");
     }
-    let controller = Controller::start(start, Arc::new(FleetPlanner { profile, within }), complaints)?;
+    let planner = FleetPlanner::new(profile, shapes(options.shape.as_deref())?, within);
+    let controller = Controller::start(start, Arc::new(planner), complaints)?;
     let token = controller.token(options.token_minutes)?;
     let url = &controller.access().url;
     if options.json {

@@ -5,6 +5,7 @@
 pub mod assignment;
 pub mod gpu;
 mod namespace;
+pub mod pace;
 pub mod trace;
 mod workers;
 

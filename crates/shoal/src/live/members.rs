@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use shoal_control::message::WorkerId;
 use shoal_crew::About;
-use shoal_fleet::{Fleet, catalogue};
+use shoal_fleet::{Device, Fleet, Node, catalogue};
 use shoal_planner::GPU_PROCESS_BYTES;
 use shoal_service::planning::Candidate;
 use toml::{Table, Value};
@@ -20,6 +20,9 @@ const NETWORK: &str = "10 Gbit/s";
 /// The pace of a worker that was not seen to be off, in percent.
 const USUAL: u32 = 100;
 
+/// Paces up to so many percent of one are about the same.
+const ABOUT_PERCENT: u64 = 125;
+
 /// Workers as the devices of a fleet.
 pub struct Members {
     pub fleet: Fleet,
@@ -29,6 +32,8 @@ pub struct Members {
     pub rated_percent: Vec<u32>,
     /// The same of what it was seen to take, in percent of that.
     pub pace_percent: Vec<u32>,
+    /// How many times slower than it is all of it is played.
+    pub stretch: f64,
 }
 
 /// A worker's device in tables.
@@ -52,6 +57,7 @@ impl Members {
             let hint = "change train.precision, or add a worker that does";
             return Err(CliError::said(format!("no worker computes in {precision}"), hint));
         }
+        let stretch = stretch(machines.values().flatten())?;
         let network = if machines.len() == 1 { WITHIN_MACHINE } else { NETWORK };
         if machines.len() == 1 {
             // There is no other machine to keep mirrors on. They are still worth keeping on other workers of this one: a
@@ -73,7 +79,32 @@ impl Members {
             .map(|(candidate, about)| (about.device.kind.as_str(), candidate.pace_percent))
             .collect();
         let rated_percent = all.iter().map(|(_, about)| rated(about)).collect();
-        Ok(Members { fleet, workers, rated_percent, pace_percent: expected(&paces) })
+        Ok(Members { fleet, workers, rated_percent, pace_percent: expected(&paces), stretch })
+    }
+}
+
+impl Members {
+    /// All that a plan depends on: two fleets that are alike in it have the same.
+    pub fn likeness(&self) -> impl std::fmt::Debug {
+        let Fleet { nodes, devices, .. } = &self.fleet;
+        let nodes: Vec<Node> =
+            nodes.iter().map(|node| Node { name: String::new(), ..node.clone() }).collect();
+        let devices: Vec<Device> =
+            devices.iter().map(|device| Device { name: String::new(), ..device.clone() }).collect();
+        (nodes, devices, self.rated_percent.clone(), self.pace_percent.clone())
+    }
+}
+
+/// Links between those that are played and those that are not would be neither's.
+fn stretch<'a>(mut members: impl Iterator<Item = &'a (&'a Candidate, About)>) -> Result<f64> {
+    let of = |(_, about): &(&Candidate, About)| about.stretch.unwrap_or(1.0);
+    let first = members.next().map_or(1.0, of);
+    match members.find(|other| of(other) != first) {
+        None => Ok(first),
+        Some((other, _)) => {
+            let what = format!("{} is played at another speed than the others", other.name);
+            Err(CliError::said(what, "a lab's workers are for its own controller"))
+        }
     }
 }
 
@@ -94,19 +125,37 @@ fn rated(about: &About) -> u32 {
 }
 
 /// What workers' own work is expected to take, in percent of what was predicted, by their kinds and what they were seen to
-/// take. One that was never seen to be off is taken for the middle one of its kind that was: a newcomer would otherwise
-/// seem faster than all who have worked.
+/// take. Where most of a kind were seen to be off, one that was not is taken for the middle one of those: it may be a
+/// newcomer, which would otherwise seem faster than all who have worked. Those of a kind that are about as fast are taken
+/// for equally fast: that they are not is noise, and a planner has to tell apart what differs.
 fn expected(paces: &[(&str, u32)]) -> Vec<u32> {
     let of = |(kind, pace): &(&str, u32)| {
         let mut alike: Vec<u32> =
-            paces.iter().filter(|other| other.0 == *kind && other.1 != USUAL).map(|other| other.1).collect();
+            paces.iter().filter(|other| other.0 == *kind).map(|other| other.1).collect();
+        let count = alike.len();
+        alike.retain(|pace| *pace != USUAL);
         alike.sort_unstable();
-        match alike.get(alike.len() / 2) {
-            Some(middle) if *pace == USUAL => *middle,
+        let own = match alike.get(alike.len() / 2) {
+            Some(middle) if *pace == USUAL && 2 * alike.len() > count => *middle,
             _ => *pace,
-        }
+        };
+        leveled(own, &alike)
     };
     paces.iter().map(of).collect()
+}
+
+/// The mean of those that are about as fast, of paces that rise.
+fn leveled(own: u32, paces: &[u32]) -> u32 {
+    let mut rest = paces;
+    while let Some(first) = rest.first() {
+        let count = rest.partition_point(|pace| u64::from(*pace) * 100 <= u64::from(*first) * ABOUT_PERCENT);
+        let (group, others) = rest.split_at(count);
+        if group.contains(&own) {
+            return (group.iter().map(|pace| u64::from(*pace)).sum::<u64>() / count as u64) as u32;
+        }
+        rest = others;
+    }
+    own
 }
 
 fn bytes(count: u64) -> Value {
@@ -192,6 +241,14 @@ mod tests {
     #[test]
     fn a_newcomer_is_taken_for_one_of_its_kind() {
         let paces = [("CPU", 1500), ("CPU", 100), ("T4", 100), ("CPU", 1200), ("CPU", 1300), ("V100", 300)];
-        assert_eq!(expected(&paces), [1500, 1300, 100, 1200, 1300, 300]);
+        assert_eq!(expected(&paces), [1333, 1333, 100, 1333, 1333, 300]);
+    }
+
+    #[test]
+    fn only_those_who_are_much_slower_are_told_apart() {
+        let paces = [("V100", 100), ("V100", 150), ("V100", 160), ("V100", 300), ("V100", 187), ("T4", 200)];
+        assert_eq!(expected(&paces), [165, 165, 165, 300, 165, 200]);
+        let one = [("V100", 100), ("V100", 300), ("V100", 100), ("V100", 100)];
+        assert_eq!(expected(&one), [100, 300, 100, 100], "the others are as they were");
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! - [`description`]: a job as it travels.
 //! - [`planner`]: plans for the workers that are there; [`members`], the fleet that they make.
-//! - [`worker`]: a worker's device, and a job's parts on it; [`rate`], how quick it is; [`drill`], the faults that it does to
-//!   itself when asked.
+//! - [`worker`]: a worker's device, and a job's parts on it; [`rate`], how quick it is; [`played`], one that plays a device which
+//!   is not here; [`drill`], the faults that it does to itself when asked.
 //! - [`within`]: where jobs' files may lie.
 //! - [`reach`] and [`follow`]: how commands find a controller, and follow a job; [`receipt`], where its time went.
 //! - [`own_fleet`]: a whole fleet on this machine for as long as a command runs; [`leash`], what ends it with the command.
@@ -15,6 +15,7 @@ pub mod leash;
 pub mod members;
 pub mod own_fleet;
 pub mod planner;
+pub mod played;
 mod rate;
 pub mod reach;
 pub mod receipt;

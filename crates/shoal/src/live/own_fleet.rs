@@ -2,7 +2,7 @@
 //! that has nothing to do with the user's fleets. Whatever happens, none of them outlives the process that started it.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -80,14 +80,15 @@ pub struct OwnFleet {
 }
 
 impl OwnFleet {
-    /// Starts the controller. The folder is its own.
-    pub fn start(folder: &Path, processes: &Processes) -> Result<OwnFleet> {
+    /// Starts the controller, told so. The folder is its own.
+    pub fn start(folder: &Path, processes: &Processes, told: &[String]) -> Result<OwnFleet> {
         let folder = std::path::absolute(folder).map_err(CliError::at(folder))?;
         std::fs::create_dir_all(&folder).map_err(CliError::at(&folder))?;
         let program = std::env::current_exe().map_err(CliError::at(&folder))?;
         let own = folder.join(CONTROLLER);
         let mut command = Command::new(&program);
         command.args(["up", "--leash", "--json", "--listen", "127.0.0.1:0", "--folder"]).arg(&own);
+        command.args(told);
         command.stdout(Stdio::piped());
         let url = said_url(spawn(command, CONTROLLER, &folder, processes)?, processes)?;
         let client = Client::new(&Access::read(&own.join(ACCESS_FILE))?, None)?;
@@ -115,6 +116,17 @@ impl OwnFleet {
             std::thread::sleep(LOOK_EVERY);
         }
         Ok(())
+    }
+
+    /// Says a line to a worker that listens to its input.
+    pub fn tell(&self, name: &str, line: &str) -> Result {
+        let mut all = self.processes.lock();
+        let input =
+            all.iter_mut().find(|process| process.name == name).and_then(|one| one.child.stdin.as_mut());
+        match input {
+            Some(input) => writeln!(input, "{line}").map_err(CliError::at(Path::new(name))),
+            None => Err(CliError::said(format!("there is no worker {name}"), "is it one of this fleet?")),
+        }
     }
 
     /// SIGKILL, without a word before.

@@ -1,19 +1,21 @@
 //! The planner behind a controller: reads the job, makes a fleet of those who are there, and plans anew from what is in
 //! force.
 
+use std::collections::HashMap;
 use std::fs::OpenOptions;
 use std::io::Write;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use shoal_control::controller::Proposal;
 use shoal_control::message::{self, JobId};
 use shoal_crew::{Table, save_number};
-use shoal_fleet::pace::{AS_PROFILED_PERCENT, paced};
+use shoal_fleet::pace::{AS_PROFILED_PERCENT, paced, stretched};
 use shoal_fleet::{Costs, Device, Fleet, Profile};
 use shoal_model::{Chain, Precision};
 use shoal_plan::{Layout, Plan, Purpose, compile_paced};
-use shoal_planner::auto::Request;
+use shoal_planner::auto::{Request, Shape};
 use shoal_planner::breakdown::{self, Breakdown};
-use shoal_planner::replan::{InForce, replan};
+use shoal_planner::replan::{InForce, Replanned, replan, replan_as};
 use shoal_service::planning::{Planner, Question, Unfit};
 use shoal_sim::{FleetWorld, Settings, simulate};
 use shoal_state::checkpoint::Store;
@@ -30,10 +32,18 @@ const CLAIM: &str = "fleet-job";
 
 pub struct FleetPlanner {
     /// What layers were measured to take; other kinds of devices are estimated.
-    pub profile: Option<Profile>,
+    profile: Option<Profile>,
+    /// Of plans.
+    shapes: Vec<Shape>,
     /// Where jobs' files may lie.
-    pub within: Within,
+    within: Within,
+    /// What was found for fleets so far, by what was asked: machines that come and go leave fleets behind that were there
+    /// before.
+    known: Mutex<HashMap<String, Plan>>,
 }
+
+/// Plans that are remembered; more than that is another life.
+const KNOWN_MAX: usize = 1_000;
 
 impl Planner for FleetPlanner {
     fn take(&self, description: &str) -> std::result::Result<(), Unfit> {
@@ -86,18 +96,51 @@ fn take(description: &str, within: &Within) -> Result {
 }
 
 impl FleetPlanner {
+    pub fn new(profile: Option<Profile>, shapes: Vec<Shape>, within: Within) -> FleetPlanner {
+        FleetPlanner { profile, shapes, within, known: Mutex::default() }
+    }
+
+    /// The best plan, searched only where it was not for a fleet just like this.
+    fn found(
+        &self,
+        question: &Question,
+        members: &Members,
+        request: &Request,
+        in_force: Option<InForce>,
+    ) -> Result<Replanned> {
+        let key = format!("{}\n{:?}", question.description, members.likeness());
+        let known = self.known().get(&key).cloned();
+        let again = known.and_then(|plan| replan_as(request, &members.pace_percent, in_force, &plan));
+        if let Some(again) = again {
+            return Ok(again);
+        }
+        let found = replan(request, &members.pace_percent, in_force)
+            .map_err(|error| CliError::said(error.to_string(), error.hint()))?;
+        let mut known = self.known();
+        if known.len() >= KNOWN_MAX {
+            known.clear();
+        }
+        known.insert(key, found.plan.clone());
+        Ok(found)
+    }
+
+    fn known(&self) -> MutexGuard<'_, HashMap<String, Plan>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn proposal(&self, question: &Question) -> Result<Proposal> {
         let job = Description::parse(&question.description)?.job(&self.within)?;
         let chain = job.chain();
         let members = Members::new(&question.workers, job.precision.name())?;
         let costs = Costs::new(&chain, &members.fleet, self.profile.as_ref(), job.precision, job.sequence)?;
         let (fleet, costs) = self.rated(&members, &costs, job.precision);
+        let (fleet, costs) = stretched(&fleet, &costs, members.stretch);
         let held = question.held.as_ref().map(|(plan, alive)| held(plan, alive)).transpose()?;
         let in_force = held.as_ref().map(|(plan, alive)| InForce { plan, alive });
         let survive = job.survive.unwrap_or(SURVIVE_DEFAULT);
-        let request = Request { survive, ..Request::new(&chain, step_shape(&job), &fleet, &costs) };
-        let found = replan(&request, &members.pace_percent, in_force)
-            .map_err(|error| CliError::said(error.to_string(), error.hint()))?;
+        let shapes = &self.shapes;
+        let request = Request { survive, shapes, ..Request::new(&chain, step_shape(&job), &fleet, &costs) };
+        let found = self.found(question, &members, &request, in_force)?;
         let usual = step_of(&found.plan, &chain, &fleet, &costs)?;
         let work_ms = usual.iter().map(|device| 1e3 * device.busy()).collect();
         let (fleet, costs) = paced(&fleet, &costs, &members.pace_percent);
@@ -107,7 +150,8 @@ impl FleetPlanner {
         let move_ms = milliseconds(found.moving.seconds);
         let table = Table { plan: found.plan, work_ms, bubbles };
         let plan = table.message(&members.workers, milliseconds(found.step_seconds).max(1));
-        Ok(Proposal { plan, move_ms })
+        let staying_ms = found.staying_seconds.map(milliseconds);
+        Ok(Proposal { plan, move_ms, staying_ms })
     }
 
     /// Devices as quick as they were measured to be, where their kinds were not profiled.

@@ -22,6 +22,7 @@ use shoal_service::worker_driver::{Engine, Happening};
 use shoal_state::checkpoint::Store;
 
 use super::description::{Description, eval_every_steps};
+use super::played::Played;
 use super::rate::measured_rate;
 use super::within::Within;
 use crate::assemble::{self, JobData, LocalDevice};
@@ -32,6 +33,8 @@ use crate::machine;
 /// Shares of a machine's free memory where nothing is said: for what is computed, and for what is kept beside.
 const PROCESSOR_SHARE: f64 = 0.6;
 const HOST_SHARE: f64 = 0.3;
+/// What says in a run's folder whose it is.
+const RUN_FILE: &str = "run.json";
 /// A GPU waits for each instruction of a step that is timed, so few are.
 const GPU_TIMED_EVERY: u64 = 20;
 
@@ -43,6 +46,8 @@ pub struct Given {
     pub folder: PathBuf,
     /// Where jobs' files may lie.
     pub within: Within,
+    /// Where it plays another device than it is.
+    pub played: Option<Played>,
 }
 
 impl Given {
@@ -53,7 +58,15 @@ impl Given {
             device.budget_bytes = (available * PROCESSOR_SHARE) as u64;
         }
         let host_memory_bytes = host_memory.unwrap_or((available * HOST_SHARE) as u64);
-        Given { device, host_memory_bytes, folder: folder.to_owned(), within: Within::anywhere() }
+        let (folder, within) = (folder.to_owned(), Within::anywhere());
+        Given { device, host_memory_bytes, folder, within, played: None }
+    }
+
+    /// What a device that is not here would give.
+    pub fn playing(played: Played, folder: &Path) -> Given {
+        let (device, host_memory_bytes) = (played.device(), played.host_memory_bytes());
+        let (folder, within) = (folder.to_owned(), Within::anywhere());
+        Given { device, host_memory_bytes, folder, within, played: Some(played) }
     }
 
     pub fn about(&self, name: &str, address: SocketAddr, machine: String) -> Result<About> {
@@ -61,15 +74,20 @@ impl Given {
             Some(_) => catalogue::name(self.device.kind()),
             None => catalogue::CPU.to_owned(),
         };
+        // What plays another device is as quick as that one.
+        let matrix_flops_per_second = match self.played {
+            None => measured_rate(&self.device, &self.folder)?,
+            Some(_) => None,
+        };
         let device = DeviceAbout {
             kind,
             memory_bytes: self.device.budget_bytes,
             workspace_bytes: self.device.offer().workspace_bytes,
             threads: self.device.threads,
-            matrix_flops_per_second: measured_rate(&self.device, &self.folder)?,
+            matrix_flops_per_second,
             precisions: self.device.precisions().into_iter().map(str::to_owned).collect(),
         };
-        Ok(About {
+        let mut about = About {
             name: name.to_owned(),
             address,
             machine,
@@ -80,7 +98,10 @@ impl Given {
             dollars_per_hour: 0.0,
             spot: false,
             drills: false,
-        })
+            stretch: None,
+        };
+        self.played.iter().for_each(|played| played.dress(&mut about));
+        Ok(about)
     }
 
     pub fn assembler(self) -> Assembler {
@@ -94,7 +115,7 @@ impl Given {
         // Each worker prepares its own: several on one machine do not write into each other's files.
         let own = self.folder.join("jobs").join(shoal_plan::table::short_hash(description.as_bytes()));
         let JobData { train: data, eval } = assemble::open_data(&job, &own.join("data"), &mut |_, _| {})?;
-        let identity = identity(&job, &data.fingerprint())?;
+        let identity = identity(&job, &data.fingerprint(), &self.folder)?;
         let threads = self.device.threads;
         let host_bytes = self.host_memory_bytes + CpuDevice::workspace_bytes(threads);
         let tiers = Tiers {
@@ -113,7 +134,7 @@ impl Given {
             schedule: job.schedule.clone(),
             tiers,
             replay: job.graphs.unwrap_or_else(|| assemble::usual_replay(&chain)),
-            paced: None,
+            paced: self.played.as_ref().map(|played| played.paced(&job, &chain)).transpose()?,
             timed_every: if self.device.gpu.is_some() { GPU_TIMED_EVERY } else { 1 },
             store: Some(store),
             fingerprint: identity.fingerprint(),
@@ -124,16 +145,25 @@ impl Given {
 }
 
 /// What the run folder calls the job, so that what is trained can be exported from there. Workers write the same.
-fn identity(job: &Job, data_fingerprint: &str) -> Result<Identity> {
+fn identity(job: &Job, data_fingerprint: &str, worker: &Path) -> Result<Identity> {
     let config = job.model.write(job.original_config.as_ref());
     let identity = Identity::new(job.fixed_keys(data_fingerprint), job.free_keys(), config);
-    if let Err(error) = identity.claim(&job.run_folder) {
-        // Another worker may have been a moment ahead.
-        let there = Identity::read(&job.run_folder)?;
-        let there = there.ok_or(error)?;
-        identity.compare(&there, &job.run_folder)?;
+    match Identity::read(&job.run_folder)? {
+        Some(there) => identity.compare(&there, &job.run_folder)?,
+        None => announce(&identity, &job.run_folder, worker)?,
     }
     Ok(identity)
+}
+
+/// Many may do so at once, and any of them may be killed: each writes where nobody else does, and what is whole takes its
+/// place in one move.
+fn announce(identity: &Identity, run_folder: &Path, worker: &Path) -> Result {
+    let own = shoal_plan::table::short_hash(worker.as_os_str().as_encoded_bytes());
+    let aside = run_folder.join(format!("run.json.{own}"));
+    identity.claim(&aside)?;
+    let file = aside.join(RUN_FILE);
+    std::fs::rename(&file, run_folder.join(RUN_FILE)).map_err(CliError::at(&file))?;
+    std::fs::remove_dir(&aside).map_err(CliError::at(&aside))
 }
 
 fn initial(job: Job, chain: Chain) -> Initial {

@@ -60,7 +60,7 @@ pub fn run(
     quiet: bool,
 ) -> Result<Course> {
     let began = Instant::now();
-    let fleet = OwnFleet::start(&dir.join("fleet"), processes)?;
+    let fleet = OwnFleet::start(&dir.join("fleet"), processes, &[])?;
     for name in WORKERS {
         fleet.join(name, &GIVEN)?;
     }

@@ -1,27 +1,28 @@
 //! A whole run over a spot trace, state moving between machines, beside starting again from checkpoints and beside as many
 //! machines on demand.
 
-use std::collections::HashMap;
 use std::path::Path;
 
 use serde_json::json;
 use shoal_fleet::Trace;
 use shoal_model::Chain;
-use shoal_planner::run::{Morphing, Places, Report, Settings, Spent, Step, over};
+use shoal_planner::run::{Morphing, Places, Report, Settings, Spent, over};
 
 use crate::error::Result;
-use crate::fleet_plan::{FleetOptions, OnFleet, Survive, breakdown};
+use crate::fleet_plan::{FleetOptions, OnFleet};
 use crate::job::{Job, duration_text};
 use crate::show::percent;
+use crate::spot::{Plans, settings};
 
 /// From a change until state begins to move: a second without a heartbeat, and a plan.
 const NOTICE_SECONDS: f64 = 2.0;
 
+/// The step under way when a machine is lost, and the one before it at the worst.
+const LOST_STEPS: f64 = 1.5;
+
 /// What starting every process again takes, libraries, data and checkpoint read: published systems wait one to two
 /// minutes.
 const RESTART_SECONDS: f64 = 90.0;
-
-const CHECKPOINT_EVERY_SECONDS: f64 = 600.0;
 
 const MOVES: &str = "state moves";
 const RESTARTS: &str = "started again";
@@ -51,15 +52,20 @@ pub fn run(
     json: bool,
 ) -> Result {
     let trace = Trace::read(trace)?;
-    let mut plans = Plans { options, job, chain, on, known: HashMap::new() };
+    let mut plans = Plans::new(options, job, chain, on);
     let first = &on.fleet.nodes[0];
-    let live =
-        Morphing::Live { notice_seconds: NOTICE_SECONDS, bytes_per_second: first.network.bytes_per_second };
+    let bytes_per_second = first.network.bytes_per_second;
+    let live = Morphing::Live {
+        notice_seconds: NOTICE_SECONDS,
+        switch_seconds: NOTICE_SECONDS,
+        lost_steps: LOST_STEPS,
+        bytes_per_second,
+    };
     let devices = &on.fleet.devices[first.devices.clone()];
     let price = Some(devices.iter().map(|device| device.dollars_per_hour).sum());
     let on_demand = devices.iter().map(|device| device.on_demand_dollars_per_hour).sum();
     // Nobody takes machines away that are paid for on demand: as many as the trace has on average, all the time.
-    let steady = Trace::steady(trace.mean_count().round().max(1.0) as usize, trace.seconds());
+    let steady = Trace::steady(trace.mean_count().round().max(1.0) as usize, trace.seconds);
     let ways = [
         (MOVES, &trace, live, price, true),
         (RESTARTS, &trace, Morphing::Restart { restart_seconds: RESTART_SECONDS }, price, true),
@@ -67,12 +73,8 @@ pub fn run(
     ];
     let played = ways.map(|(name, trace, morphing, dollars_per_hour, mirrored)| {
         let settings = Settings {
-            morphing,
-            checkpoint_every_seconds: CHECKPOINT_EVERY_SECONDS,
-            checkpoint_seconds: 0.0,
-            devices_per_machine: devices.len(),
             dollars_per_machine_hour: dollars_per_hour.unwrap_or(0.0),
-            state_bytes: 4 * (1 + job.optimizer.state_names().len() as u64),
+            ..settings(job, on, morphing)
         };
         let mut places = Places::default();
         let report = over(trace, &settings, &mut |machines| plans.step(places.of(machines), mirrored));
@@ -84,41 +86,6 @@ pub fn run(
         false => print(job, &trace, &played),
     }
     Ok(())
-}
-
-/// Plans for so many machines, each searched once: machines are alike, so it is one plan whoever they are.
-struct Plans<'a> {
-    options: &'a FleetOptions,
-    job: &'a Job,
-    chain: &'a Chain,
-    on: &'a OnFleet,
-    known: HashMap<(usize, bool), Option<Step>>,
-}
-
-impl Plans<'_> {
-    /// With the job's mirrors, where they are asked for and fit.
-    fn step(&mut self, machines: &[String], mirrored: bool) -> Option<Step> {
-        let Plans { options, job, chain, on, known } = self;
-        let fleet = on.fleet.of_machines(machines);
-        let names: Vec<String> = fleet.devices.iter().map(|device| device.name.clone()).collect();
-        let known = known.entry((machines.len(), mirrored)).or_insert_with(|| {
-            let costs = options.costs(job, chain, &fleet).ok()?;
-            let on = OnFleet { fleet, costs };
-            let survive = match options.survive(job) {
-                _ if !mirrored => Survive::Exactly(0),
-                // Fewer machines are better than none.
-                Survive::Exactly(survive) | Survive::UpTo(survive) => Survive::UpTo(survive),
-            };
-            let best = options.search_surviving(job, chain, &on, survive).ok()?.best;
-            let devices = breakdown(&best.plan, chain, &on, &best.simulated).ok()?;
-            Some(Step { plan: best.plan, seconds: best.simulated.seconds, devices })
-        });
-        let mut step = known.clone()?;
-        for (row, name) in step.plan.devices.iter_mut().zip(names) {
-            row.name = name;
-        }
-        Some(step)
-    }
 }
 
 fn as_json(played: &[Played]) -> serde_json::Value {
@@ -134,7 +101,7 @@ fn print(job: &Job, trace: &Trace, played: &[Played]) {
     println!(
         "{} over {} with {:.1} machines on average",
         job.name,
-        duration_text(trace.seconds()),
+        duration_text(trace.seconds),
         trace.mean_count()
     );
     let line = |what: &str, value: &dyn Fn(&Played) -> String| {
