@@ -4,6 +4,7 @@ mod common;
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::{Random, TRANSPORTS, Transport, each, fabrics, settings};
 use shoal_net::collective::{Wire, all_gather, all_gather_bytes, all_reduce, even, reduce_scatter, sum_f64};
@@ -262,5 +263,44 @@ fn a_sum_that_lacks_a_member_names_it_to_all() {
     for fabric in fabrics {
         let error = sum_f64(&fabric, &[0, 1, 2], &mut [1.0], Tag(7)).unwrap_err();
         assert!(error.to_string().contains("worker 1 has left"), "{error}");
+    }
+}
+
+/// Those who wait begin all sums at once, those who compute one after the other: what has come early for one sum must not keep
+/// another from its bytes.
+#[test]
+fn sums_that_are_under_way_at_once_do_not_wait_for_each_other() {
+    const SUMS: usize = 24;
+    let settings = Settings { streams: 1, message_deadline: Duration::from_secs(20), ..settings() };
+    for transport in TRANSPORTS {
+        let workers = fabrics(transport, 4, &settings);
+        // Groups overlap, and most have a ring of their own.
+        let groups = [vec![0, 1, 2, 3], vec![0, 2, 3], vec![1, 2, 3], vec![0, 1, 3]];
+        let sum = |fabric: &Fabric, number: usize| {
+            let members = &groups[number % groups.len()];
+            if !members.contains(&fabric.rank()) {
+                return;
+            }
+            let length = 300_000;
+            let mut buffer = vec![fabric.rank() as f32 + 1.0; length];
+            let slices = even(length, members.len());
+            let done = reduce_scatter(fabric, members, &slices, &mut buffer, Wire::F32, Tag(number as u128));
+            done.unwrap_or_else(|error| panic!("{transport:?} {number}: {error}"));
+            let own = &slices[members.iter().position(|member| *member == fabric.rank()).unwrap()];
+            let wanted: f32 = members.iter().map(|member| *member as f32 + 1.0).sum();
+            assert!(buffer[own.clone()].iter().all(|found| *found == wanted));
+        };
+        each(&workers, |fabric| {
+            let sum = &sum;
+            std::thread::scope(|scope| {
+                let computes = fabric.rank() < 2;
+                for number in 0..SUMS {
+                    match computes {
+                        true => sum(fabric, number),
+                        false => drop(scope.spawn(move || sum(fabric, number))),
+                    }
+                }
+            });
+        });
     }
 }

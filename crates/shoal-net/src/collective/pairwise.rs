@@ -11,13 +11,6 @@ pub fn reduce_scatter(group: &Group, buffer: &mut [f32]) -> Result<()> {
     let tag = group.tag(Part::Pairwise);
     let own = group.slices[group.place].clone();
     let own_bytes = own.len() * HalvedF32::ITEM_BYTES;
-    // Everything is asked for before anything is sent, so that nobody waits for somebody who waits for it.
-    let mut incoming = Vec::with_capacity(group.size());
-    if own_bytes > 0 {
-        for step in 1..group.size() {
-            incoming.push(group.fabric.incoming(group.members[group.before(step)], tag, own_bytes)?);
-        }
-    }
     let (before, rest) = buffer.split_at_mut(own.start);
     let (mine, after) = rest.split_at_mut(own.len());
     let (before, after) = (&*before, &*after);
@@ -39,9 +32,12 @@ pub fn reduce_scatter(group: &Group, buffer: &mut [f32]) -> Result<()> {
     };
     thread::scope(|scope| {
         let sending = scope.spawn(sending);
-        let received = incoming.iter_mut().try_for_each(|incoming| form::add_halved(incoming, mine));
-        // What is left unread is given up before the wait for the other half, which might need to hear of it.
-        drop(incoming);
+        // Each is asked for when it is read: what comes and waits would be in the way of others.
+        let mut steps = if own_bytes > 0 { 1..group.size() } else { 0..0 };
+        let received = steps.try_for_each(|step| {
+            let from = group.members[group.before(step)];
+            form::add_halved(&mut group.fabric.incoming(from, tag, own_bytes)?, mine)
+        });
         received.and(sending.join().expect("sending does not panic"))
     })
 }

@@ -16,6 +16,9 @@ use crate::wire::{HEADER_BYTES, Header, Kind, stream_of, stripe_left};
 
 /// A sender that has waited this long says so, and says it again each time it has.
 const ANNOUNCE_AFTER: Duration = Duration::from_secs(1);
+/// How long whoever does not want to wait for a receiver waits all the same: mostly it is about to say that it wants the
+/// message. Nobody may wait longer who has others' bytes before it to read, for the receiver may be waiting for those.
+const BRIEFLY: Duration = Duration::from_micros(500);
 /// What a receiver that looks at bytes as they come reads at once: it stays in the cache.
 const SCRATCH_BYTES: usize = 64 << 10;
 
@@ -33,6 +36,7 @@ impl Link for TcpLink {
             length: length as u64,
             offset: 0,
             way: None,
+            announced: false,
             open: None,
             progress,
             until,
@@ -70,6 +74,8 @@ struct TcpOutgoing<'a> {
     length: u64,
     offset: u64,
     way: Option<Kind>,
+    /// Its receiver was told that it waits.
+    announced: bool,
     /// A frame that could not be written whole without waiting.
     open: Option<OpenFrame>,
     progress: Progress,
@@ -104,13 +110,21 @@ impl OutgoingEnd for TcpOutgoing<'_> {
     }
 
     fn write_some(&mut self, bytes: &[u8]) -> Result<usize> {
-        if self.way()? == Kind::Eager {
+        let soon = Instant::now() + BRIEFLY;
+        let way = match self.way {
+            Some(way) => way,
+            None => match self.begin(soon)? {
+                Some(way) => *self.way.insert(way),
+                None => return Ok(0),
+            },
+        };
+        if way == Kind::Eager {
             return self.write(bytes).map(|()| bytes.len());
         }
         let mut written = 0;
         while written < bytes.len() || self.open.is_some() {
             let rest = &bytes[written..];
-            if self.open.is_none() && !self.open_frame(rest.len())? {
+            if self.open.is_none() && !self.open_frame(rest.len(), soon)? {
                 break;
             }
             let count = self.go_on_with_frame(rest)?;
@@ -136,19 +150,20 @@ impl TcpOutgoing<'_> {
     fn way(&mut self) -> Result<Kind> {
         let way = match self.way {
             Some(way) => way,
-            None => self.begin()?,
+            None => {
+                let way = self.begin(self.until)?;
+                way.ok_or_else(|| self.peer.late(self.tag, "did not take it"))?
+            }
         };
         self.way = Some(way);
         Ok(way)
     }
 
-    /// Takes a stream for a frame of the next bytes, if the link lets frames be cut short.
-    fn open_frame(&mut self, bytes: usize) -> Result<bool> {
+    /// Takes a stream for a frame of the next bytes, if the link lets frames be cut short, and the stream is free soon.
+    fn open_frame(&mut self, bytes: usize, soon: Instant) -> Result<bool> {
         let part = bytes.min(self.part_bytes(Kind::Data));
         let sink = stream_of(self.tag, self.offset, self.peer.data.len());
-        let (peer, until) = (self.peer, self.until);
-        let taken = peer.data[sink].take(|| peer.worth_waiting(until));
-        let Some(writing) = taken.map_err(|error| self.unsent(error))? else { return Ok(false) };
+        let Some(writing) = self.peer.data[sink].take(soon) else { return Ok(false) };
         let (total, offset, length) = (self.length, self.offset, part as u32);
         let header = Header { kind: Kind::Data, tag: self.tag, total, offset, length }.encode();
         self.open = Some(OpenFrame { sink, writing, header, header_left: HEADER_BYTES, payload_left: part });
@@ -239,8 +254,9 @@ impl TcpOutgoing<'_> {
         sent.map_err(|error| self.unsent(error))
     }
 
-    /// Waits until the message may go: when it is wanted, or at once when it is small and the window has room.
-    fn begin(&mut self) -> Result<Kind> {
+    /// Waits until the message may go: when it is wanted, or at once when it is small and the window has room. None where
+    /// that did not come until then.
+    fn begin(&mut self, until: Instant) -> Result<Option<Kind>> {
         let peer = self.peer;
         // A small message that has to wait is not wanted before its receiver knows of it.
         let mut announce_at = Instant::now()
@@ -249,14 +265,13 @@ impl TcpOutgoing<'_> {
             } else {
                 ANNOUNCE_AFTER
             };
-        let mut announced = false;
         let mut desk = peer.desk();
         loop {
             peer.fate.check()?;
-            match desk.begin(self.tag, self.length, announced) {
+            match desk.begin(self.tag, self.length, self.announced) {
                 _ if desk.left => return Err(peer.has_left(self.tag)),
-                Leave::Eager => return Ok(Kind::Eager),
-                Leave::Data => return Ok(Kind::Data),
+                Leave::Eager => return Ok(Some(Kind::Eager)),
+                Leave::Data => return Ok(Some(Kind::Data)),
                 Leave::OtherLength(wanted) => {
                     drop(desk);
                     let refusal = Header::about(Kind::Refuse, self.tag, self.length);
@@ -266,18 +281,18 @@ impl TcpOutgoing<'_> {
                 Leave::Wait => {}
             }
             let now = Instant::now();
-            if now >= self.until {
-                return Err(peer.late(self.tag, "did not take it"));
+            if now >= until {
+                return Ok(None);
             }
             if now >= announce_at {
                 drop(desk);
                 peer.tell(&Header::about(Kind::Announce, self.tag, self.length), &[], &mut self.progress)?;
-                announced = true;
+                self.announced = true;
                 announce_at = now + ANNOUNCE_AFTER;
                 desk = peer.desk();
                 continue;
             }
-            let wait = announce_at.min(self.until).saturating_duration_since(now);
+            let wait = announce_at.min(until).saturating_duration_since(now);
             desk = peer.changed.wait_timeout(desk, wait).expect("nobody panics with a desk").0;
         }
     }

@@ -30,13 +30,25 @@ struct Slot {
 
 impl Slot {
     fn take(&self, go_on: &mut impl FnMut() -> io::Result<()>) -> io::Result<Writing> {
-        let mut writing = self.writing.lock().expect("no writer panics");
         loop {
-            if let Some(writing) = writing.take() {
+            if let Some(writing) = self.take_until(Instant::now() + TICK_MAX) {
                 return Ok(writing);
             }
             go_on()?;
-            writing = self.changed.wait_timeout(writing, TICK_MAX).expect("no writer panics").0;
+        }
+    }
+
+    fn take_until(&self, until: Instant) -> Option<Writing> {
+        let mut writing = self.writing.lock().expect("no writer panics");
+        loop {
+            if let Some(writing) = writing.take() {
+                return Some(writing);
+            }
+            let wait = until.saturating_duration_since(Instant::now());
+            if wait.is_zero() {
+                return None;
+            }
+            writing = self.changed.wait_timeout(writing, wait).expect("no writer panics").0;
         }
     }
 
@@ -95,9 +107,9 @@ impl Sink {
     }
 
     /// The connection itself, to write a frame as far as it goes without waiting; to be given back when the frame is
-    /// whole. None where the link is shaped, for there frames wait for their time.
-    pub fn take(&self, mut go_on: impl FnMut() -> io::Result<()>) -> io::Result<Option<Writing>> {
-        if self.pacer.is_some() { Ok(None) } else { self.slot.take(&mut go_on).map(Some) }
+    /// whole. None where others have it until then, or the link is shaped, for there frames wait for their time.
+    pub fn take(&self, until: Instant) -> Option<Writing> {
+        if self.pacer.is_some() { None } else { self.slot.take_until(until) }
     }
 
     pub fn give_back(&self, writing: Writing) {
