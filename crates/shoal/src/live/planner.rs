@@ -55,6 +55,19 @@ impl Planner for FleetPlanner {
         self.proposal(question).map_err(said)
     }
 
+    fn foresee(&self, question: &Question, is_free: &dyn Fn() -> bool) {
+        // One that is there may go: the plan for the others. Where machines are alike, one answer is for all.
+        for lost in 0..question.workers.len() {
+            let mut workers = question.workers.clone();
+            workers.remove(lost);
+            if workers.is_empty() || !is_free() {
+                return;
+            }
+            // Where there is no plan, whoever asks hears why.
+            let _ = self.look_up(&Question { workers, held: None, ..question.clone() });
+        }
+    }
+
     fn keep_checkpoints(&self, _: JobId, description: &str, ids: &[u64]) -> std::result::Result<(), String> {
         let keep = || -> Result {
             let job = Description::parse(description)?.job(&self.within)?;
@@ -108,7 +121,7 @@ impl FleetPlanner {
         request: &Request,
         in_force: Option<InForce>,
     ) -> Result<Replanned> {
-        let key = format!("{}\n{:?}", question.description, members.likeness());
+        let key = key(question, members);
         let known = self.known().get(&key).cloned();
         let again = known.and_then(|plan| replan_as(request, &members.pace_percent, in_force, &plan));
         if let Some(again) = again {
@@ -126,6 +139,16 @@ impl FleetPlanner {
 
     fn known(&self) -> MutexGuard<'_, HashMap<String, Plan>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sees to it that the plan for a fleet is known.
+    fn look_up(&self, question: &Question) -> Result {
+        let job = Description::parse(&question.description)?.job(&self.within)?;
+        let members = Members::new(&question.workers, job.precision.name())?;
+        if !self.known().contains_key(&key(question, &members)) {
+            self.proposal(question)?;
+        }
+        Ok(())
     }
 
     fn proposal(&self, question: &Question) -> Result<Proposal> {
@@ -167,6 +190,11 @@ impl FleetPlanner {
         let percent: Vec<u32> = devices.map(percent).collect();
         paced(&members.fleet, costs, &percent)
     }
+}
+
+/// What a plan depends on: of a fleet just like another one it is the same.
+fn key(question: &Question, members: &Members) -> String {
+    format!("{}\n{:?}", question.description, members.likeness())
 }
 
 fn milliseconds(seconds: f64) -> u64 {
