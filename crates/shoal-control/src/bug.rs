@@ -28,6 +28,8 @@ pub enum Bug {
     GiveUp,
     /// The controller removes checkpoints when the next one begins, not when it is complete.
     RemoveEarly,
+    /// Checkpoints that were begun since are removed with old ones, if that is done late.
+    RemoveLate,
     /// The controller tries a checkpoint that cannot be read again and again.
     ReadForever,
     /// The controller removes checkpoints that could not be read, though they may be tried again.
@@ -53,7 +55,7 @@ pub enum Bug {
 }
 
 impl Bug {
-    pub const ALL: [Bug; 23] = [
+    pub const ALL: [Bug; 24] = [
         Bug::SayBeforeSync,
         Bug::KeepTornTail,
         Bug::CountAgain,
@@ -66,6 +68,7 @@ impl Bug {
         Bug::ForgetHolders,
         Bug::GiveUp,
         Bug::RemoveEarly,
+        Bug::RemoveLate,
         Bug::ReadForever,
         Bug::RemoveUnreadable,
         Bug::PassDeadEnd,

@@ -93,11 +93,25 @@ pub enum Action {
         workers: Vec<Paced>,
         held: Option<Plan>,
     },
-    /// All other checkpoints of the job, whole or not, may be removed.
     KeepCheckpoints {
         job: JobId,
-        ids: Vec<u64>,
+        keeping: Keeping,
     },
+}
+
+/// Which of a job's checkpoints count. All others up to the last number that was given out then, whole or not, may be
+/// removed. Whoever removes them may be late, and what was begun since is none of theirs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Keeping {
+    pub ids: Vec<u64>,
+    pub given_out: u64,
+}
+
+impl Keeping {
+    /// Whether a checkpoint is to stay.
+    pub fn spares(&self, id: u64) -> bool {
+        id > self.given_out || self.ids.contains(&id)
+    }
 }
 
 /// What an event led to. The actions may be taken once the records are on the disk.
@@ -482,8 +496,8 @@ impl Controller {
                 work.saved.insert(id);
             }
             Change::SaveBegun { .. } if self.bug == Some(Bug::RemoveEarly) => {
-                let ids = vec![job.checkpoint];
-                work.step.actions.push(Action::KeepCheckpoints { job: id, ids });
+                let keeping = Keeping { ids: vec![job.checkpoint], given_out: job.checkpoint };
+                work.step.actions.push(Action::KeepCheckpoints { job: id, keeping });
             }
             Change::Decided { .. } => drop(self.departed.remove(&id)),
             Change::Restored { .. } => {
@@ -523,7 +537,9 @@ impl Controller {
             if self.bug == Some(Bug::RemoveUnreadable) {
                 ids.retain(|id| !state.unreadable.iter().any(|checkpoint| checkpoint.id == *id));
             }
-            work.step.actions.push(Action::KeepCheckpoints { job: *job, ids });
+            let given_out = if self.bug == Some(Bug::RemoveLate) { u64::MAX } else { state.checkpoint };
+            let keeping = Keeping { ids, given_out };
+            work.step.actions.push(Action::KeepCheckpoints { job: *job, keeping });
         }
     }
 }

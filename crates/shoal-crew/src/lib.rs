@@ -62,7 +62,7 @@ pub use assembly::{Assembled, Assembler};
 use brake::Task;
 pub use error::CrewError;
 use hands::Hands;
-pub use save::save_number;
+pub use save::{checkpoint_of, save_number};
 pub use slowness::Slowness;
 pub use table::Table;
 

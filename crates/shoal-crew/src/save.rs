@@ -24,6 +24,11 @@ pub fn save_number(checkpoint: u64) -> u64 {
     checkpoint + 1
 }
 
+/// The other way.
+pub fn checkpoint_of(save_number: u64) -> u64 {
+    save_number.saturating_sub(1)
+}
+
 /// A part that is being written.
 pub(crate) struct Saving {
     id: u64,

@@ -1,7 +1,8 @@
 //! Where checkpoints go. A part is torn until it has been written to its end.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
+use shoal_control::controller::Keeping;
 use shoal_control::message::JobId;
 
 use crate::toy::Slice;
@@ -66,8 +67,7 @@ impl Store {
         self.unreadable.get(&(job, checkpoint)) == Some(&true)
     }
 
-    pub fn keep(&mut self, job: JobId, ids: &[u64]) {
-        let ids: BTreeSet<u64> = ids.iter().copied().collect();
-        self.parts.retain(|(owner, id, _), _| *owner != job || ids.contains(id));
+    pub fn keep(&mut self, job: JobId, keeping: &Keeping) {
+        self.parts.retain(|(owner, id, _), _| *owner != job || keeping.spares(*id));
     }
 }

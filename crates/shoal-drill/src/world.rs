@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
 use shoal_control::controller::record::{Change, Paced, Record};
 use shoal_control::controller::state::{Interval, Phase, Rest};
-use shoal_control::controller::{self, Action, Proposal};
+use shoal_control::controller::{self, Action, Keeping, Proposal};
 use shoal_control::log::LogError;
 use shoal_control::message::{Epoch, JobId, Plan, Price, ToController, ToWorker, WorkerId};
 use shoal_control::worker::{self, EngineCommand, EngineEvent};
@@ -49,6 +49,11 @@ pub enum Happening {
         job: JobId,
         request: u64,
         answer: Result<Proposal, String>,
+    },
+    Keep {
+        life: u64,
+        job: JobId,
+        keeping: Keeping,
     },
     Timer {
         node: usize,
@@ -280,6 +285,11 @@ impl<'a> World<'a> {
                     self.controller(controller::Event::Planned { job, request, answer });
                 }
             }
+            Happening::Keep { life, job, keeping } => {
+                if life == self.controller_life {
+                    self.store.keep(job, &keeping);
+                }
+            }
             Happening::Timer { node, life, job, epoch, timer } => {
                 if self.nodes[node].life == life && self.nodes[node].worker.is_some() {
                     self.worker(node, worker::Event::Tick);
@@ -408,7 +418,11 @@ impl<'a> World<'a> {
                 Action::Plan { job, request, workers, held } => {
                     self.plan(job, request, &workers, held.as_ref())
                 }
-                Action::KeepCheckpoints { job, ids } => self.store.keep(job, &ids),
+                Action::KeepCheckpoints { job, keeping } => {
+                    // Those who remove have other things to do.
+                    let at_ms = self.now_ms + self.random.below(600);
+                    self.place(at_ms, Happening::Keep { life: self.controller_life, job, keeping });
+                }
             }
         }
     }

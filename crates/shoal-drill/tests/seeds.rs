@@ -28,7 +28,7 @@ fn rules(bug: Bug) -> &'static [&'static str] {
         Bug::SayBeforeSync | Bug::KeepTornTail => &["nothing said that can be forgotten"],
         Bug::CountAgain => &["every step counted once"],
         Bug::DeadTooSoon | Bug::IgnoreLease => &["one plan"],
-        Bug::PartMissing | Bug::RemoveEarly | Bug::SavedTooSoon => &["no torn checkpoint"],
+        Bug::PartMissing | Bug::RemoveEarly | Bug::RemoveLate | Bug::SavedTooSoon => &["no torn checkpoint"],
         Bug::DecideEarly | Bug::ObeyOld => &["one plan", "one version"],
         Bug::GoBack | Bug::StartUnready | Bug::ForgetHolders | Bug::DropEarly => &["one version"],
         Bug::SettleAgain | Bug::OwnPosition => &["every sample once"],

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use futures_util::{SinkExt, StreamExt};
 use rustix::time::{ClockId, clock_gettime};
-use shoal_control::controller::Proposal;
 use shoal_control::controller::state::{Class, Interval, JobSpec};
+use shoal_control::controller::{Keeping, Proposal};
 use shoal_control::message::{Epoch, JobId, Plan, Saved, Spent, ToWorker};
 use shoal_control::worker::{Action, EngineCommand, EngineEvent, Event};
 use shoal_control::{Settings, Worker};
@@ -103,7 +103,7 @@ impl Planner for Even {
         })
     }
 
-    fn keep_checkpoints(&self, _: JobId, _: &str, _: &[u64]) -> Result<(), String> {
+    fn keep_checkpoints(&self, _: JobId, _: &str, _: &Keeping) -> Result<(), String> {
         Ok(())
     }
 }

@@ -339,10 +339,10 @@ impl Driver {
                     let question = self.question(job, request, workers, held);
                     question.into_iter().for_each(|question| self.planners.ask(question));
                 }
-                Action::KeepCheckpoints { job, ids } => {
+                Action::KeepCheckpoints { job, keeping } => {
                     let state = self.keeper.state().jobs.get(&job);
                     let description = state.map(|state| state.spec.description.as_str()).unwrap_or_default();
-                    self.planners.keep_checkpoints(job, description, ids);
+                    self.planners.keep_checkpoints(job, description, keeping);
                 }
             }
         }

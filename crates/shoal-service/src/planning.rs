@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
-use shoal_control::controller::Proposal;
+use shoal_control::controller::{Keeping, Proposal};
 use shoal_control::message::{JobId, Plan, WorkerId};
 
 /// Threads that plan at a time.
@@ -20,8 +20,8 @@ pub trait Planner: Send + Sync + 'static {
     fn plan(&self, question: &Question) -> Result<Proposal, String>;
     /// May find out what it will answer if a worker of these is lost. It is to come back soon after `is_free` says no.
     fn foresee(&self, _question: &Question, _is_free: &dyn Fn() -> bool) {}
-    /// All other checkpoints of the job, whole or not, may be removed.
-    fn keep_checkpoints(&self, job: JobId, description: &str, ids: &[u64]) -> Result<(), String>;
+    /// Removes checkpoints of the job that do not count any more.
+    fn keep_checkpoints(&self, job: JobId, description: &str, keeping: &Keeping) -> Result<(), String>;
 }
 
 /// Why a job is not taken on.
@@ -53,7 +53,7 @@ pub struct Candidate {
 
 enum Errand {
     Plan(Question),
-    Keep { description: String, ids: Vec<u64> },
+    Keep { description: String, keeping: Keeping },
     Foresee(Question),
 }
 
@@ -117,8 +117,8 @@ impl Planners {
         put(&self.shared, (Kind::Plan, question.job), Errand::Plan(question));
     }
 
-    pub fn keep_checkpoints(&self, job: JobId, description: &str, ids: Vec<u64>) {
-        let errand = Errand::Keep { description: description.to_owned(), ids };
+    pub fn keep_checkpoints(&self, job: JobId, description: &str, keeping: Keeping) {
+        let errand = Errand::Keep { description: description.to_owned(), keeping };
         put(&self.shared, (Kind::Keep, job), errand);
     }
 }
@@ -180,8 +180,9 @@ fn run(
             lock(&shared.0).foresees = false;
             shared.1.notify_one();
         }
-        Errand::Keep { description, ids } => {
-            let kept = catch_unwind(AssertUnwindSafe(|| planner.keep_checkpoints(job, &description, &ids)));
+        Errand::Keep { description, keeping } => {
+            let kept =
+                catch_unwind(AssertUnwindSafe(|| planner.keep_checkpoints(job, &description, &keeping)));
             if let Ok(Err(why)) = kept {
                 complaints(&format!("job {}: old checkpoints were not removed: {why}", job.0));
             }
@@ -226,7 +227,7 @@ mod tests {
             self.say("enough", question.request);
         }
 
-        fn keep_checkpoints(&self, _: JobId, _: &str, _: &[u64]) -> Result<(), String> {
+        fn keep_checkpoints(&self, _: JobId, _: &str, _: &Keeping) -> Result<(), String> {
             Ok(())
         }
     }

@@ -221,9 +221,9 @@ impl Store {
         Ok(steps.into_iter().collect())
     }
 
-    /// Removes everything that belongs to other saves than these, complete or not.
-    pub fn keep_only(&self, ids: &[u64]) -> Result<()> {
-        self.remove_where(|name| !ids.contains(&name.id)).map(drop)
+    /// Removes everything that belongs to other saves than are spared, complete or not.
+    pub fn keep_only(&self, spares: impl Fn(u64) -> bool) -> Result<()> {
+        self.remove_where(|name| !spares(name.id)).map(drop)
     }
 
     /// Removes the parts that are so called and returns their steps, where any of them was finished.

@@ -15,7 +15,7 @@ use crate::disk::DiskFile;
 /// What addresses, places and lengths are multiples of: the largest sector and page that disks here have.
 const ALIGNMENT: usize = 4096;
 /// Bytes of one write.
-const GATHERED_BYTES: usize = 4 << 20;
+const GATHERED_BYTES: usize = 1 << 20;
 
 pub(crate) struct DirectFile {
     file: File,

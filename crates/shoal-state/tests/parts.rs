@@ -189,7 +189,7 @@ fn what_is_not_kept_is_removed_whole_or_not() {
     assert_eq!(store.collect(2).expect("collected"), [15, 20, 30]);
     assert_eq!(store.list().expect("listed"), [40, 50]);
     let reader = store.load(40).expect("complete");
-    store.keep_only(&[5, 8]).expect("removed");
+    store.keep_only(|id| [5, 8].contains(&id)).expect("removed");
     assert_eq!(store.list().expect("listed"), [50]);
     assert_eq!(fs::read_dir(dir.path()).expect("listed").count(), 2, "the incomplete one is gone as well");
     assert_holds(&reader, 4);

@@ -62,17 +62,19 @@ fn processes_train_a_job_through_the_deaths_of_workers_and_controller() {
 
     let (mut controller, said) = up(&folder, "127.0.0.1:0");
     let url = said["url"].as_str().unwrap().to_owned();
-    let mut one = join(&folder, &url, "one");
-    let mut two = join(&folder, &url, "two");
-    let mut three = join(&folder, &url, "three");
+    let started = |name: &str| (name.to_owned(), join(&folder, &url, name));
+    let mut workers: Vec<(String, Running)> = ["one", "two", "three"].map(started).into();
     controller.wait_until("three workers", || names(&ps(&folder)).len() == 3);
     let mut train = folder.start(&["train", "job.toml", "--controller", &url, "--json"]);
     let step = |ps: &Value| ps["jobs"][0]["step"].as_u64().unwrap_or(0);
     train.wait_until("some steps", || step(&ps(&folder)) >= 10);
 
-    // A worker is killed; those who are left keep their processes.
-    one.signal("KILL");
-    assert!(!one.is_running() || one.wait().code.is_none());
+    // A worker that works is killed; those who are left keep their processes.
+    let working = ps(&folder)["jobs"][0]["workers"][0].as_str().unwrap().to_owned();
+    let victim = workers.iter().position(|(name, _)| *name == working).unwrap();
+    let (_, victim) = workers.remove(victim);
+    victim.signal("KILL");
+    assert!(victim.wait().code.is_none());
     let before = step(&ps(&folder));
     train.wait_until("steps without it", || step(&ps(&folder)) > before + 5);
 
@@ -81,7 +83,7 @@ fn processes_train_a_job_through_the_deaths_of_workers_and_controller() {
     assert!(controller.wait().code.is_none());
     let (_controller, _) = up(&folder, url.strip_prefix("https://").unwrap());
     let before = step(&ps(&folder));
-    let mut four = join(&folder, &url, "four");
+    workers.push(started("four"));
     train
         .wait_until("steps after that", || step(&ps(&folder)) > before || step(&ps(&folder)) == STEPS as u64);
     let trained = train.wait().succeeds().json();
@@ -94,12 +96,12 @@ fn processes_train_a_job_through_the_deaths_of_workers_and_controller() {
         let found = parts.iter().find(|part| part["part"] == name).unwrap();
         found["device_seconds"].as_f64().unwrap()
     };
-    assert!(part("useful") > 0.0 && part("morph") > 0.0 && part("lost") > 0.0, "{trained}");
+    assert!(part("useful") > 0.0 && part("morph") > 0.0, "{trained}");
     let text = folder.shoal(&["receipt", "1"]).succeeds().stdout;
     for word in ["useful", "bubble", "wait", "morph", "lost", "a step took", "predicted", "--price"] {
         assert!(text.contains(word), "no {word} in\n{text}");
     }
-    for worker in [&mut two, &mut three, &mut four] {
+    for (_, worker) in &mut workers {
         assert!(worker.is_running(), "{}", worker.output("stderr"));
     }
 
@@ -115,9 +117,10 @@ fn processes_train_a_job_through_the_deaths_of_workers_and_controller() {
     }
 
     // Told to go, a worker is released and ends well.
-    two.signal("TERM");
-    two.wait().succeeds();
-    assert!(!names(&ps(&folder)).contains(&"two".to_owned()));
+    let (name, worker) = workers.remove(0);
+    worker.signal("TERM");
+    worker.wait().succeeds();
+    assert!(!names(&ps(&folder)).contains(&name));
 }
 
 #[test]

@@ -14,7 +14,7 @@ use shoal_control::controller::state::{Class, Interval, Job, JobSpec, Phase, Res
 use shoal_control::controller::{Action, Event, Proposal, Step};
 use shoal_control::disk::Folder;
 use shoal_control::message::{Epoch, JobId, ToWorker, WorkerId};
-use shoal_crew::{Table, save_number};
+use shoal_crew::{Table, checkpoint_of};
 use shoal_net::identity::Authority;
 use shoal_state::checkpoint::Store;
 
@@ -254,10 +254,10 @@ impl Fleet {
                     let answer = Ok(Proposal { plan, move_ms: 10, staying_ms: None });
                     self.step(Event::Planned { job, request, answer });
                 }
-                Action::KeepCheckpoints { ids, .. } => {
-                    let ids: Vec<u64> = ids.into_iter().map(save_number).collect();
+                Action::KeepCheckpoints { keeping, .. } => {
                     let store = Store::open_existing(&self.description.folder.join("checkpoints"));
-                    store.and_then(|store| store.keep_only(&ids)).expect("checkpoints are removed");
+                    let spares = |number| keeping.spares(checkpoint_of(number));
+                    store.and_then(|store| store.keep_only(spares)).expect("checkpoints are removed");
                 }
             }
         }

@@ -12,8 +12,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use shoal_control::Settings;
-use shoal_control::controller::Proposal;
 use shoal_control::controller::state::{Class, Interval, JobSpec};
+use shoal_control::controller::{Keeping, Proposal};
 use shoal_control::message::{Checkpoint, Epoch, JobId, Plan, Price, Saved, Spent};
 use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_plan::{Closing, Standing};
@@ -46,7 +46,7 @@ impl Planner for OneWorker {
         Ok(Proposal { plan, move_ms: 1, staying_ms: None })
     }
 
-    fn keep_checkpoints(&self, _: JobId, _: &str, _: &[u64]) -> Result<(), String> {
+    fn keep_checkpoints(&self, _: JobId, _: &str, _: &Keeping) -> Result<(), String> {
         Ok(())
     }
 }

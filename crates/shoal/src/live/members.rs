@@ -14,6 +14,8 @@ use crate::error::{CliError, Result};
 
 /// Between two workers of one machine, in bytes a second: through its memory.
 const WITHIN_MACHINE: &str = "4 GB/s";
+/// What a message takes there at least: two threads are woken, and cores are shared.
+const WITHIN_MACHINE_LATENCY: &str = "100 us";
 /// Between machines, where a worker does not say.
 const NETWORK: &str = "10 Gbit/s";
 
@@ -176,7 +178,12 @@ fn node(name: &str, members: &[(&Candidate, About)], usual_network: &str) -> Tab
     node.insert("device_link".into(), WITHIN_MACHINE.into());
     let network = members.iter().find_map(|(_, about)| about.network);
     match network {
-        None => drop(node.insert("network".into(), usual_network.into())),
+        None => {
+            node.insert("network".into(), usual_network.into());
+            if usual_network == WITHIN_MACHINE {
+                node.insert("latency".into(), WITHIN_MACHINE_LATENCY.into());
+            }
+        }
         Some((rate, latency)) => {
             node.insert("network".into(), format!("{rate} B/s").into());
             node.insert("latency".into(), format!("{latency} s").into());

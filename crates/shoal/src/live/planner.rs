@@ -6,9 +6,9 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use shoal_control::controller::Proposal;
+use shoal_control::controller::{Keeping, Proposal};
 use shoal_control::message::{self, JobId};
-use shoal_crew::{Table, save_number};
+use shoal_crew::{Table, checkpoint_of};
 use shoal_fleet::pace::{AS_PROFILED_PERCENT, paced, stretched};
 use shoal_fleet::{Costs, Device, Fleet, Profile};
 use shoal_model::{Chain, Precision};
@@ -68,11 +68,16 @@ impl Planner for FleetPlanner {
         }
     }
 
-    fn keep_checkpoints(&self, _: JobId, description: &str, ids: &[u64]) -> std::result::Result<(), String> {
+    fn keep_checkpoints(
+        &self,
+        _: JobId,
+        description: &str,
+        keeping: &Keeping,
+    ) -> std::result::Result<(), String> {
         let keep = || -> Result {
             let job = Description::parse(description)?.job(&self.within)?;
-            let numbers: Vec<u64> = ids.iter().map(|id| save_number(*id)).collect();
-            Ok(Store::open_existing_at(&job.checkpoints)?.keep_only(&numbers)?)
+            let spares = |number| keeping.spares(checkpoint_of(number));
+            Ok(Store::open_existing_at(&job.checkpoints)?.keep_only(spares)?)
         };
         keep().map_err(said)
     }

@@ -1,16 +1,20 @@
 //! How quick this machine's processor is. The catalogue's figure is one machine's, so a fleet of others would be planned
 //! badly until its steps have shown their paces. Makers' figures of GPUs hold for all of a kind.
 
+use std::fs::File;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use shoal_model::Precision;
+use shoal_service::access::state_folder;
 
 use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
 
 /// In the worker's folder: the best that was ever measured there. Others may have the cores at any one moment.
 const FILE: &str = "rate.json";
+/// In the folder that this user's workers have in common: whose turn it is to measure.
+const TURN: &str = "rate.lock";
 /// Measurements, a fifth of a second each, where nothing is known.
 const TIMES: usize = 3;
 
@@ -20,6 +24,15 @@ struct Measured {
     threads: usize,
     instruction_set: String,
     matrix_flops_per_second: f64,
+}
+
+/// Held as long as it lives. Where the file system knows no locks, nobody waits.
+fn wait_for_turn() -> Option<File> {
+    let folder = state_folder();
+    std::fs::create_dir_all(&folder).ok()?;
+    let file = File::create(folder.join(TURN)).ok()?;
+    file.lock().ok()?;
+    Some(file)
 }
 
 /// Operations a second in matrix products with the threads that it gives, as `shoal doctor` measures them; none for a GPU.
@@ -34,6 +47,8 @@ pub fn measured_rate(device: &LocalDevice, folder: &Path) -> Result<Option<f64>>
     let same = |known: &Measured| known.threads == threads && known.instruction_set == instruction_set;
     let known = known.filter(same).map(|known| known.matrix_flops_per_second);
     let times = if known.is_some() { 1 } else { TIMES };
+    // One worker of this machine after the other: those that start together would halve each other's rates.
+    let _turn = wait_for_turn();
     let mut matrix_flops_per_second = known.unwrap_or(0.0);
     for _ in 0..times {
         matrix_flops_per_second = matrix_flops_per_second.max(device.measure_rate(Precision::Fp32)?);
