@@ -15,6 +15,7 @@ use thiserror::Error;
 use crate::bound::least_seconds;
 use crate::mirrors::MirrorError;
 use crate::pipeline::{self, PipelineWanted};
+use crate::usual::{self, State};
 use crate::{burst, mirrors, mixed, parallel, sharded, spilled};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -25,10 +26,18 @@ pub enum Shape {
     Burst,
     Mixed,
     Spilled,
+    /// Equal samples, equal slices of the state.
+    Even,
+    /// Equal samples, all of the state for everyone.
+    #[serde(rename = "data-parallel")]
+    DataParallel,
 }
 
 impl Shape {
+    /// Those that are searched.
     pub const ALL: [Shape; 5] = [Shape::Pipeline, Shape::Sharded, Shape::Burst, Shape::Mixed, Shape::Spilled];
+    /// What is run where nobody plans: only what is asked for by name.
+    pub const USUAL: [Shape; 2] = [Shape::Even, Shape::DataParallel];
 
     pub fn name(self) -> &'static str {
         match self {
@@ -37,11 +46,13 @@ impl Shape {
             Shape::Burst => "burst",
             Shape::Mixed => "mixed",
             Shape::Spilled => "spilled",
+            Shape::Even => "even",
+            Shape::DataParallel => "data-parallel",
         }
     }
 
     pub fn named(name: &str) -> Option<Shape> {
-        Shape::ALL.into_iter().find(|shape| shape.name() == name)
+        Shape::ALL.into_iter().chain(Shape::USUAL).find(|shape| shape.name() == name)
     }
 }
 
@@ -269,6 +280,8 @@ fn propose(
                 .map_err(|error| error.to_string()),
             count => Err(format!("it is for one device, the fleet has {count}")),
         },
+        Shape::Even => Ok(usual::tables(chain, step, fleet, State::InEqualSlices)),
+        Shape::DataParallel => Ok(usual::tables(chain, step, fleet, State::Everyone)),
     }
 }
 

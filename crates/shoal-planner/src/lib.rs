@@ -10,6 +10,7 @@
 //! - [`breakdown`]: where each device's part of a step goes.
 //! - [`replan`]: a plan anew for a fleet that has changed, and what the change costs.
 //! - [`run`]: whole runs over a fleet that comes and goes.
+//! - [`usual`]: what is run where nobody plans, to set the others beside.
 //! - [`validation`]: other systems' published measurements beside what our models say.
 
 pub mod auto;
@@ -24,6 +25,7 @@ pub mod replan;
 pub mod run;
 pub mod sharded;
 pub mod spilled;
+pub mod usual;
 pub mod validation;
 
 use shoal_fleet::Fleet;

@@ -37,6 +37,7 @@ use crate::device_rows;
 
 pub use balance::Way;
 pub use table::table;
+pub(crate) use work::is_remade;
 
 /// Tries until the forecasts of all devices are within their budgets.
 const FORECASTS_MAX: usize = 8;

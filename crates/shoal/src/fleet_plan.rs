@@ -115,7 +115,8 @@ impl FleetOptions {
 /// The shapes to search, where one may be named.
 pub fn shapes(name: Option<&str>) -> Result<Vec<Shape>> {
     let Some(name) = name.filter(|name| *name != "auto") else { return Ok(Shape::ALL.to_vec()) };
-    let names: Vec<&str> = Shape::ALL.iter().map(|shape| shape.name()).collect();
+    let known = Shape::ALL.into_iter().chain(Shape::USUAL);
+    let names: Vec<&str> = known.map(Shape::name).collect();
     Shape::named(name).map(|shape| vec![shape]).ok_or_else(|| {
         let what = format!("--shape: there is no shape \"{name}\"");
         CliError::said(what, format!("the shapes are auto, {}", names.join(", ")))

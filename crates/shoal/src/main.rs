@@ -94,8 +94,32 @@ enum Command {
     Verify(verify::Options),
 }
 
+impl Command {
+    /// Whether it says something and ends, with nothing begun that must be ended in order.
+    fn only_tells(&self) -> bool {
+        use Command::{Doctor, Events, Generate, Logs, Plan, Ps, Receipt, Simulate, Validate};
+        matches!(
+            self,
+            Doctor(_)
+                | Events(_)
+                | Generate(_)
+                | Logs(_)
+                | Plan(_)
+                | Ps(_)
+                | Receipt(_)
+                | Simulate(_)
+                | Validate(_)
+        )
+    }
+}
+
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let command = Cli::parse().command;
+    if command.only_tells() {
+        // Whoever reads may have read enough (`shoal plan … | head`): it ends there quietly.
+        sigpipe::reset();
+    }
+    let result = match command {
         Command::Demo(options) => demo::run(options),
         Command::Doctor(options) => doctor::run(options),
         Command::Init(options) => init::run(options),

@@ -231,3 +231,29 @@ fn a_folder_without_published_data_is_refused() {
     folder.write("cephalo/nothing.json", "{}");
     folder.shoal(&["validate", "."]).fails(&["cephalo"], "");
 }
+
+/// What is run where nobody plans stands beside the searched shapes and is planned by its name; `auto` never takes it.
+#[test]
+fn usual_ways_stand_beside_the_shapes_that_are_searched() {
+    let folder = folder();
+    let compared = json(plan(&folder, &["--compare", "--survive", "0", "--json"]));
+    let rows = compared["shapes"].as_array().unwrap();
+    for name in ["even", "data-parallel"] {
+        let row = rows.iter().find(|row| row["shape"] == name).unwrap();
+        let planned = json(plan(&folder, &["--shape", name, "--survive", "0", "--json"]));
+        assert_eq!(row["plan_id"], planned["plan_id"], "{name}");
+        assert!(planned["step_seconds"].as_f64().unwrap() > 0.0);
+        assert_ne!(compared["auto"], name);
+    }
+    plan(&folder, &["--shape", "evn"]).fails(&["there is no shape \"evn\""], "data-parallel");
+}
+
+/// A reader that is gone before the first line is no reason for more than an end.
+#[test]
+fn whoever_has_read_enough_may_leave() {
+    let folder = folder();
+    let command = format!("{} plan job.toml --fleet fleet.toml | true", env!("CARGO_BIN_EXE_shoal"));
+    let mut shell = std::process::Command::new("sh");
+    let output = shell.args(["-c", &command]).current_dir(folder.path()).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+}

@@ -51,7 +51,10 @@ pub struct GpuFacts {
     pub model: String,
     /// Major and minor, as in sm_90.
     pub capability: (i32, i32),
+    /// Those that this process may use.
     pub multiprocessors: usize,
+    /// Whether it is shared with other processes (NVIDIA's MPS), and this one perhaps has a part of it only.
+    pub is_shared: bool,
     pub memory_bytes: u64,
     /// Bytes of shared memory that a block may ask for.
     pub shared_bytes: usize,
@@ -187,6 +190,8 @@ impl Context {
                 attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
             ),
             multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
+            // Drivers that do not know the question are older than the library that needs the answer.
+            is_shared: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED).is_ok_and(|shared| shared != 0),
             memory_bytes,
             shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
                 as usize,

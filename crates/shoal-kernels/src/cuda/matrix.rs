@@ -16,7 +16,7 @@ use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::cublaslt::{result, sys};
-use plan::{Key, Plan, check};
+use plan::{Clusters, Key, Plan, check};
 use sys::cublasLtEpilogue_t as Kind;
 
 use super::compile::cache_folder;
@@ -166,6 +166,7 @@ impl Product {
 pub(super) struct Blas {
     context: Arc<Context>,
     handle: sys::cublasLtHandle_t,
+    clusters: Clusters,
     /// What each kind of product came to, None where there is no algorithm. A job has some dozens of kinds.
     plans: Mutex<HashMap<Key, Option<Plan>>>,
     ranks: Mutex<Ranks>,
@@ -186,9 +187,15 @@ impl Blas {
         let handle = check("cublasLtCreate", while_nothing_is_recorded(result::create_handle))?;
         // SAFETY: every version has it.
         let version = unsafe { sys::cublasLtGetVersion() };
-        let (gpu, library) = (context.facts()?.model, format!("cublaslt{version}"));
+        let (facts, library) = (context.facts()?, format!("cublaslt{version}"));
+        // On a part of the multiprocessors others are fastest than on all.
+        let gpu = match facts.is_shared {
+            true => format!("{} {}", facts.model, facts.multiprocessors),
+            false => facts.model,
+        };
         let ranks = Mutex::new(Ranks::read(cache_folder(), "products", &gpu, &library));
-        Ok(Blas { context, handle, plans: Mutex::new(HashMap::new()), ranks })
+        let clusters = if facts.is_shared { Clusters::Pairs } else { Clusters::Any };
+        Ok(Blas { context, handle, clusters, plans: Mutex::new(HashMap::new()), ranks })
     }
 
     /// `out[m, n] = epilogue(a[m, k] * b[k, n] (+ addend))`. False, and nothing done, where the library has
@@ -214,7 +221,7 @@ impl Blas {
         let plan = match plans.entry(key) {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(new) => {
-                let mut plan = Plan::find(self.handle, &key, &parts)?;
+                let mut plan = Plan::find(self.handle, &key, &parts, self.clusters)?;
                 if let Some(plan) = &mut plan {
                     // SAFETY: by this function's contract.
                     unsafe { self.rank(plan, &key, product, &parts, workspace) }?;

@@ -364,8 +364,8 @@ fn every_gpu_since_turing_has_tiles_that_fit() {
     for (capability, shared_bytes) in
         [((7, 5), 64 << 10), ((8, 0), 163 << 10), ((8, 6), 99 << 10), ((9, 0), 227 << 10)]
     {
-        let (model, multiprocessors, memory_bytes) = (String::new(), 1, 0);
-        let facts = GpuFacts { model, capability, multiprocessors, memory_bytes, shared_bytes };
+        let (model, multiprocessors, is_shared, memory_bytes) = (String::new(), 1, false, 0);
+        let facts = GpuFacts { model, capability, multiprocessors, is_shared, memory_bytes, shared_bytes };
         for head_size in [1, 64, 80, 96, 128] {
             let fits = find_all(&facts, head_size).expect("tiles that fit");
             // Neither what flash.cu leaves out, nor a width beyond the next.

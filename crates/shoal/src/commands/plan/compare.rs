@@ -22,7 +22,7 @@ pub struct Planned {
 /// A shape, and its plan or why it has none.
 pub type Row = (Shape, std::result::Result<Planned, String>);
 
-/// Every shape.
+/// Every shape, and what is run where nobody plans.
 pub fn shapes(job: &Job, chain: &Chain, on: &OnFleet, survive: Survive) -> Vec<Row> {
     let of = |shape: Shape| {
         let candidate = match of_shapes(job, chain, on, &[shape], survive).map_err(reason) {
@@ -35,7 +35,7 @@ pub fn shapes(job: &Job, chain: &Chain, on: &OnFleet, survive: Survive) -> Vec<R
             breakdown(&candidate.plan, chain, on, &candidate.simulated).map_err(|error| error.to_string())?;
         Ok(Planned { candidate, breakdown })
     };
-    Shape::ALL.into_iter().map(|shape| (shape, of(shape))).collect()
+    Shape::ALL.into_iter().chain(Shape::USUAL).map(|shape| (shape, of(shape))).collect()
 }
 
 /// The model streamed through one device of the fleet, the best of each kind's first; the others have no part in it.
@@ -82,7 +82,8 @@ fn reason(error: AutoError) -> String {
 
 /// The fastest; where there is none, what each shape is short of.
 pub fn best(shapes: &[Row]) -> Result<&Planned> {
-    let planned = shapes.iter().filter_map(|(_, planned)| planned.as_ref().ok());
+    let searched = shapes.iter().filter(|(shape, _)| Shape::ALL.contains(shape));
+    let planned = searched.filter_map(|(_, planned)| planned.as_ref().ok());
     let seconds = |planned: &Planned| planned.candidate.simulated.seconds;
     planned.min_by(|a, b| seconds(a).total_cmp(&seconds(b))).ok_or_else(|| {
         let tried = shapes.iter().map(|(shape, planned)| Tried {
@@ -118,7 +119,7 @@ pub fn json(shapes: &[Row], best: &Planned, on: &OnFleet) -> serde_json::Value {
 pub fn print(job: &Job, shapes: &[Row], best: &Planned, on: &OnFleet) {
     println!("{} on {} devices", job.name, on.fleet.devices.len());
     println!(
-        "{:<10} {:>10} {:>11} {:>15}  {:<34} bottleneck",
+        "{:<13} {:>10} {:>11} {:>15}  {:<34} bottleneck",
         "shape", "a step", "$ a step", "$ 1,000 steps", "tightest memory"
     );
     let line = |name: &str, Planned { candidate, breakdown }: &Planned| {
@@ -130,7 +131,7 @@ pub fn print(job: &Job, shapes: &[Row], best: &Planned, on: &OnFleet) {
         });
         let held_up = bottleneck(breakdown).map(|found| bottleneck_text(&found, &candidate.plan));
         println!(
-            "{name:<10} {:>10} {dollars:>11.5} {:>15.2}  {tight:<34} {}",
+            "{name:<13} {:>10} {dollars:>11.5} {:>15.2}  {tight:<34} {}",
             time_text(seconds),
             1000.0 * dollars,
             held_up.unwrap_or_default()
@@ -139,7 +140,7 @@ pub fn print(job: &Job, shapes: &[Row], best: &Planned, on: &OnFleet) {
     for (shape, planned) in shapes {
         match planned {
             Ok(planned) => line(shape.name(), planned),
-            Err(refused) => println!("{:<10} no plan: {refused}", shape.name()),
+            Err(refused) => println!("{:<13} no plan: {refused}", shape.name()),
         }
     }
     line("auto", best);
