@@ -20,6 +20,9 @@ use crate::error::Result;
 /// The tensors of a slice: its parameters in fp32, and what is kept for them.
 pub struct SliceTensors {
     pub parameter: Tensor,
+    /// The same, rounded to what layers compute with, where it lies in host memory: every gathering reads it, and the
+    /// update, which has the numbers at hand, renews it.
+    pub copy: Option<Tensor>,
     /// Its gradient, where that is added up elsewhere and handed over.
     pub gradient: Option<Tensor>,
     pub optimizer: Vec<Tensor>,
@@ -128,6 +131,8 @@ pub struct Held {
     pub keeps_sum: bool,
     /// What else is kept here of the sum over all devices.
     pub sums: Vec<SumSlice>,
+    /// Of a sum that went to the host: the step, and all its squares, which the device added up before.
+    pub squares: Option<(u64, f64)>,
 }
 
 impl Held {
@@ -215,6 +220,60 @@ impl Tiers {
         Ok(Tiers { device, host, disk: Path::new("").into() })
     }
 
+    /// A device with so many bytes of its host's memory, which so many of the host's threads take care of, and a folder on
+    /// its disk.
+    pub fn around(
+        device: Arc<dyn Device>,
+        host: &str,
+        threads: usize,
+        host_bytes: u64,
+        disk: &Path,
+    ) -> Result<Tiers> {
+        let arena = device.host_arena(host, host_bytes + CpuDevice::workspace_bytes(threads))?;
+        let host = Arc::new(CpuDevice::with_arena(arena, threads)?);
+        Ok(Tiers { device, host, disk: disk.into() })
+    }
+
+    /// Copies some elements from host memory to the device's own, from element `first` on.
+    pub(crate) fn copy_in(
+        &self,
+        after: &Mark,
+        from: &Tensor,
+        elements: Range<usize>,
+        to: &mut Tensor,
+        first: usize,
+    ) -> Result {
+        if self.device.copy_in(after, from, elements.clone(), to, first)? {
+            return Ok(());
+        }
+        let there = first..first + elements.len();
+        let bytes = self.host.host_bytes(&Mark::default(), from, elements)?;
+        Ok(self.device.write_bytes(after, to, there, &mut |at, out| {
+            self.host.copy(&bytes[at..at + out.len()], out);
+        })?)
+    }
+
+    /// Copies some elements from the device's memory to its host's, from element `first` on.
+    pub(crate) fn copy_out(
+        &self,
+        after: &Mark,
+        from: &Tensor,
+        elements: Range<usize>,
+        to: &mut Tensor,
+        first: usize,
+    ) -> Result {
+        if self.device.copy_out(after, from, elements.clone(), to, first)? {
+            return Ok(());
+        }
+        let (there, mut read) = (first..first + elements.len(), Ok(()));
+        self.host.write_bytes(&Mark::default(), to, there, &mut |_, out| {
+            read = self.device.read_bytes(after, from, elements.clone(), &mut |at, bytes| {
+                self.host.copy(bytes, &mut out[at..at + bytes.len()]);
+            });
+        })?;
+        Ok(read?)
+    }
+
     /// What keeps memory of a kind.
     pub fn of(&self, tier: Tier) -> &dyn Device {
         match tier {
@@ -284,7 +343,12 @@ impl ModelState {
                     Tier::Disk => HeldSlice::on_disk(&tiers.disk, spec, slice, optimizer)?,
                     _ => {
                         let is_handed = handed.contains(part);
-                        HeldSlice::in_memory(tiers.of(tier), spec, slice, tier, is_handed, optimizer)?
+                        let mut kept =
+                            HeldSlice::in_memory(tiers.of(tier), spec, slice, tier, is_handed, optimizer)?;
+                        if tier == Tier::Host {
+                            kept.add_copy(tiers, spec, copy_element(chain, tensor, plan.precision))?;
+                        }
+                        kept
                     }
                 });
             }
@@ -424,6 +488,7 @@ impl Held {
             gradient: None,
             keeps_sum: false,
             sums: Vec::new(),
+            squares: None,
         }
     }
 
@@ -488,7 +553,11 @@ impl HeldSlice {
                     0 => &mut tensors.parameter,
                     state => &mut tensors.optimizer[state - 1],
                 };
-                write(tiers.of(self.tier), tensor, read)
+                write(tiers.of(self.tier), tensor, read)?;
+                match &mut tensors.copy {
+                    Some(copy) if part == 0 => Ok(tiers.host.convert(&tensors.parameter, copy)?),
+                    _ => Ok(()),
+                }
             }
             Kept::Disk(disk) => {
                 let mut values = vec![0.0; disk.elements];
@@ -540,8 +609,18 @@ impl HeldSlice {
         };
         let names = optimizer.map_or(&[][..], |settings| settings.state_names());
         let optimizer = names.iter().map(state).collect::<Result<_>>()?;
-        let kept = Kept::Memory(SliceTensors { parameter, gradient, optimizer });
+        let kept = Kept::Memory(SliceTensors { parameter, copy: None, gradient, optimizer });
         Ok(HeldSlice { slice, tier, kept, version: 0 })
+    }
+
+    /// Room for the rounded copy of a slice in host memory, where layers compute with one.
+    fn add_copy(&mut self, tiers: &Tiers, spec: &TensorSpec, element: Element) -> Result {
+        if element != Element::F32 {
+            let who = format!("rounded copy of {}", spec.name);
+            let copy = Tensor::of(tiers.host.arena(), &who, element, self.slice.count())?;
+            self.tensors_mut().copy = Some(copy);
+        }
+        Ok(())
     }
 
     fn on_disk(
@@ -622,6 +701,34 @@ mod tests {
     use shoal_model::presets;
 
     use super::*;
+
+    /// What a host keeps for layers that compute in halves is its parameters, rounded, from the start and whenever they are
+    /// set again; what layers read in fp32 has no copy.
+    #[test]
+    fn a_host_keeps_rounded_copies_of_what_it_is_given() {
+        let chain = Chain::new(&presets::preset("gpt2-tiny").unwrap());
+        let device = Arc::new(CpuDevice::new("cpu:0", 1, 1 << 24).unwrap());
+        let tiers = Tiers::around(device, "host", 2, 1 << 24, Path::new("")).unwrap();
+        for (tensor, spec) in chain.tensors.iter().enumerate().take(8) {
+            let slice = Slice { start: spec.elements() / 3, end: spec.elements() };
+            let mut held = HeldSlice::in_memory(&*tiers.host, spec, slice, Tier::Host, false, None).unwrap();
+            held.add_copy(&tiers, spec, copy_element(&chain, tensor, Precision::Bf16)).unwrap();
+            for key in 0..2 {
+                let fill = |out: &mut [f32]| {
+                    shoal_kernels::random::fill_normal(out, key, 0, 1.0);
+                    Ok(())
+                };
+                held.set(&tiers, 0, fill).unwrap();
+                let SliceTensors { parameter, copy, .. } = held.tensors();
+                assert_eq!(copy.is_none(), spec.name.contains("ln_"), "{}", spec.name);
+                let Some(copy) = copy else { continue };
+                let mut expected = vec![0; 2 * slice.count()];
+                Element::Bf16.write(parameter.floats(), &mut expected);
+                let found = tiers.host.host_bytes(&Mark::default(), copy, 0..copy.len()).unwrap();
+                assert!(*found == expected, "{}", spec.name);
+            }
+        }
+    }
 
     /// Norms compute in fp32 in every precision, so their parameters are gathered as they are.
     #[test]

@@ -141,6 +141,40 @@ pub trait Device: Convolutional + Send + Sync {
         fill: &mut dyn FnMut(usize, &mut [u8]),
     ) -> Result;
 
+    /// An arena of host memory. Where the device can copy from and to it by itself, it may.
+    fn host_arena(&self, name: &str, budget: u64) -> Result<Arc<Arena>> {
+        Ok(Arena::new(name, budget)?)
+    }
+
+    /// Has the device copy some elements of a tensor in host memory to a tensor of its own, from element `first` on, with no
+    /// thread of the host touching them. When this returns they are there; or it is false, nothing was done, and they
+    /// go by [`Device::write_bytes`].
+    ///
+    /// # Panics
+    /// If the tensors' elements differ, or are fewer; likewise below.
+    fn copy_in(
+        &self,
+        _after: &Mark,
+        _from: &Tensor,
+        _elements: Range<usize>,
+        _to: &mut Tensor,
+        _first: usize,
+    ) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// The same in the other direction: some elements of a tensor of its own to one in host memory.
+    fn copy_out(
+        &self,
+        _after: &Mark,
+        _from: &Tensor,
+        _elements: Range<usize>,
+        _to: &mut Tensor,
+        _first: usize,
+    ) -> Result<bool> {
+        Ok(false)
+    }
+
     fn write_integers(&self, tensor: &mut Tensor, values: &[i32]) -> Result;
 
     /// `out = residual + bias + x * W`

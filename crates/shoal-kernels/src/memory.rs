@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::hash::{Hash, Hasher};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use memmap2::{MmapMut, MmapOptions};
@@ -58,10 +59,21 @@ pub(crate) trait AddressSpace: Send + Sync {
 
     /// Whether the host may read and write these addresses.
     fn on_host(&self) -> bool;
+
+    /// Where the first `end` bytes are page-locked, so that a device copies from and to them by itself: the bytes at whose
+    /// multiples a copy must be cut.
+    fn locked_piece_bytes(&self, _end: usize) -> Option<usize> {
+        None
+    }
+
+    /// Why memory that was to be page-locked is not.
+    fn refusal(&self) -> Option<String> {
+        None
+    }
 }
 
 /// Host memory: the system puts pages behind addresses when they are touched.
-struct HostSpace {
+pub(crate) struct HostSpace {
     base: *mut u8,
     length: usize,
     /// Keeps the range mapped.
@@ -72,6 +84,18 @@ struct HostSpace {
 unsafe impl Send for HostSpace {}
 // SAFETY: as above.
 unsafe impl Sync for HostSpace {}
+
+impl HostSpace {
+    /// Addresses for a budget.
+    pub(crate) fn reserve(device: &str, budget: u64) -> Result<HostSpace, MemoryError> {
+        let length = reserve_bytes(budget);
+        let refused = |source| MemoryError::Reserve { device: device.into(), bytes: length as u64, source };
+        let mut mapping = MmapOptions::new().len(length).no_reserve_swap().map_anon().map_err(refused)?;
+        // Large pages spare the matrix products most of their address translations; a refusal is harmless.
+        let _ = mapping.advise(memmap2::Advice::HugePage);
+        Ok(HostSpace { base: mapping.as_mut_ptr(), length, _mapping: mapping })
+    }
+}
 
 impl AddressSpace for HostSpace {
     fn base(&self) -> *mut u8 {
@@ -134,12 +158,7 @@ impl Arena {
     }
 
     fn build(device: &str, budget: u64, poison: bool) -> Result<Arc<Arena>, MemoryError> {
-        let length = reserve_bytes(budget);
-        let refused = |source| MemoryError::Reserve { device: device.into(), bytes: length as u64, source };
-        let mut mapping = MmapOptions::new().len(length).no_reserve_swap().map_anon().map_err(refused)?;
-        // Large pages spare the matrix products most of their address translations; a refusal is harmless.
-        let _ = mapping.advise(memmap2::Advice::HugePage);
-        let space = HostSpace { base: mapping.as_mut_ptr(), length, _mapping: mapping };
+        let space = HostSpace::reserve(device, budget)?;
         Ok(Arena::over(device, budget, Box::new(space), poison))
     }
 
@@ -171,6 +190,11 @@ impl Arena {
     /// The most bytes in use at once since the start.
     pub fn peak(&self) -> u64 {
         self.free_list().peak
+    }
+
+    /// Why memory of an arena that was to be page-locked is not: it is as good as any other, only slower to copy.
+    pub fn refusal(&self) -> Option<String> {
+        self.space.refusal()
     }
 
     /// Cuts a block; `who` is named if the budget refuses.
@@ -249,6 +273,20 @@ impl Block {
         self.arena.space.on_host()
     }
 
+    /// The parts of some of the block's bytes that a device can copy by itself, each in one go; none where it cannot.
+    pub(crate) fn locked_runs(&self, bytes: Range<usize>) -> Option<Vec<Range<usize>>> {
+        assert!(bytes.start <= bytes.end && bytes.end <= self.length);
+        let piece = self.arena.space.locked_piece_bytes(self.offset + self.length)?;
+        let (mut runs, mut start) = (Vec::new(), bytes.start);
+        while start < bytes.end {
+            let next_cut = (self.offset + start + 1).next_multiple_of(piece) - self.offset;
+            let end = next_cut.min(bytes.end);
+            runs.push(start..end);
+            start = end;
+        }
+        Some(runs)
+    }
+
     fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: the range is mapped, zero-initialised by the system or written since, and ours alone.
         unsafe { std::slice::from_raw_parts_mut(self.start(), self.length) }
@@ -275,6 +313,53 @@ mod tests {
         assert!(text.contains("cpu:0") && text.contains("the logits") && text.contains("4096"), "{text}");
         assert!(error.hint().is_some());
         assert_eq!(arena.used(), 3072);
+    }
+
+    /// Host memory whose first bytes are page-locked, in small pieces.
+    struct Locked {
+        host: HostSpace,
+        locked: usize,
+    }
+
+    const PIECE_BYTES: usize = 1000;
+
+    impl AddressSpace for Locked {
+        fn base(&self) -> *mut u8 {
+            self.host.base()
+        }
+
+        fn length(&self) -> usize {
+            self.host.length()
+        }
+
+        fn commit(&self, _end: usize) -> Result<(), String> {
+            Ok(())
+        }
+
+        fn on_host(&self) -> bool {
+            true
+        }
+
+        fn locked_piece_bytes(&self, end: usize) -> Option<usize> {
+            (end <= self.locked).then_some(PIECE_BYTES)
+        }
+    }
+
+    #[test]
+    fn what_a_device_copies_by_itself_is_cut_where_pieces_end() {
+        let space = Locked { host: HostSpace::reserve("host", 1 << 20).unwrap(), locked: 6000 };
+        let arena = Arena::over("host", 1 << 20, Box::new(space), false);
+        let _first = arena.take("test", 700).unwrap();
+        let block = arena.take("test", 3000).unwrap();
+        assert_eq!(block.offset, 768);
+        // Pieces end at 232 and at each thousand from there.
+        assert_eq!(block.locked_runs(0..3000).unwrap(), [0..232, 232..1232, 1232..2232, 2232..3000]);
+        assert_eq!(block.locked_runs(232..1232).unwrap(), [232..1232]);
+        assert_eq!(block.locked_runs(231..233).unwrap(), [231..232, 232..233]);
+        assert_eq!(block.locked_runs(5..5).unwrap(), []);
+        // Past what is locked nothing is, nor what lies there in part.
+        let past = arena.take("test", 3000).unwrap();
+        assert_eq!(past.locked_runs(0..10), None);
     }
 
     proptest! {

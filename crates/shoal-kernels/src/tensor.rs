@@ -150,6 +150,14 @@ impl Tensor {
         unsafe { std::slice::from_raw_parts_mut(self.block.start().add(start), length) }
     }
 
+    /// The parts of some elements' bytes, from the first of them on, that a device can copy by itself; none where it cannot.
+    pub(crate) fn locked_runs(&self, elements: Range<usize>) -> Option<Vec<Range<usize>>> {
+        let (start, length) = self.byte_range(elements);
+        let mut runs = self.block.locked_runs(start..start + length)?;
+        runs.iter_mut().for_each(|run| *run = run.start - start..run.end - start);
+        Some(runs)
+    }
+
     /// Where the bytes of some elements begin, and how many they are.
     fn byte_range(&self, elements: Range<usize>) -> (usize, usize) {
         assert!(self.block.on_host(), "the host reads a device's memory: go through Device::host_bytes");

@@ -16,7 +16,7 @@ use shoal_model::Chain;
 use shoal_model::footprint::{Phase, allocation_bytes, compute_bytes};
 
 use crate::layout::Layout;
-use crate::program::{Instruction, Program, Purpose};
+use crate::program::{Instruction, Op, Program, Purpose};
 use crate::table::{Held, Holder, Plan, Residence, Tier};
 use course::Course;
 pub use meter::Meter;
@@ -70,6 +70,14 @@ pub fn forecast_in(program: &Program, layout: &Layout) -> MemoryForecast {
     let mut meter = Meter::new(layout, device);
     let phases: Vec<Phase> = program.instructions.iter().map(|i| meter.phase(&i.op)).collect();
     let (values, highest_at) = highest(&program.instructions, &phases);
+    let offloads = program.instructions.iter().any(|i| matches!(i.op, Op::Offload { .. }));
+    let host = match offloads {
+        true => {
+            let phases: Vec<Phase> = program.instructions.iter().map(|i| meter.host_phase(&i.op)).collect();
+            highest(&program.instructions, &phases).0
+        }
+        false => 0,
+    };
     let mut forecast = MemoryForecast {
         workspace: plan.devices[device].workspace_bytes,
         parameters: 0,
@@ -79,7 +87,7 @@ pub fn forecast_in(program: &Program, layout: &Layout) -> MemoryForecast {
         constants: rotary + ENGINE_SCALARS * allocation_bytes(2),
         values,
         highest_at,
-        host: meter.host_most,
+        host,
         disk: 0,
     };
     for tensor in 0..chain.tensors.len() {
@@ -99,8 +107,12 @@ impl MemoryForecast {
                     self.parameters += bytes;
                     self.optimizer += states * bytes;
                 }
-                // The numbers that layers compute with are made from it when they are asked for.
-                Tier::Host => self.host += bytes * (1 + states),
+                // The numbers that layers compute with stand beside it: they are read more often than they change.
+                Tier::Host => {
+                    let copy = layout.copy_elements(tensor);
+                    let rounded = copy.map(|_| compute_bytes(held.slice.count(), layout.plan.precision));
+                    self.host += bytes * (1 + states) + rounded.unwrap_or(0);
+                }
                 Tier::Disk => self.disk += bytes * (1 + states),
             }
         }

@@ -366,5 +366,6 @@ fn host_bytes(best: &Spilled) -> f64 {
     let elements: u64 = spilled.map(|row| row.elements as u64).sum();
     // Loaded twice, the gradient back once, and the update.
     let state = elements * (2 * size + 4 + shoal_fleet::costs::HOST_UPDATE_BYTES);
-    state as f64 + 2.0 * best.memory.host.saturating_sub(elements * 16) as f64
+    let rounded = if plan.precision.is_half() { size } else { 0 };
+    state as f64 + 2.0 * best.memory.host.saturating_sub(elements * (16 + rounded)) as f64
 }

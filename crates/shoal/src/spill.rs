@@ -2,12 +2,10 @@
 //! memory or, where that is too small, in a folder of the run. Which of it is where is planned as for a fleet of one.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use shoal_engine::Tiers;
 use shoal_fleet::catalogue::{self, CPU};
 use shoal_fleet::{Costs, Fleet};
-use shoal_kernels::CpuDevice;
 use shoal_model::{Chain, Precision};
 use shoal_plan::{Plan, Planned, StepShape, Tier};
 use shoal_planner::{GPU_PROCESS_BYTES, spilled};
@@ -76,15 +74,11 @@ pub fn tiers(
     folder: &Path,
 ) -> Result<Tiers> {
     // All that there is: sums, and slices on their way from a disk, come to what the forecast counts.
-    let host_bytes = around.host_bytes + CpuDevice::workspace_bytes(device.threads);
     if planned.memory.disk > 0 {
         std::fs::create_dir_all(folder).map_err(CliError::at(folder))?;
     }
-    Ok(Tiers {
-        device: device.open(precision, deterministic)?,
-        host: Arc::new(CpuDevice::new("host", device.threads, host_bytes)?),
-        disk: folder.into(),
-    })
+    let opened = device.open(precision, deterministic)?;
+    Ok(Tiers::around(opened, "host", device.threads, around.host_bytes, folder)?)
 }
 
 #[cfg(test)]

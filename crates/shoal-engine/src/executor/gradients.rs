@@ -3,17 +3,18 @@
 
 use std::ops::Range;
 
-use shoal_kernels::{Device, Element, Mark};
+use shoal_kernels::device::SCALAR_ELEMENTS;
+use shoal_kernels::{Device, Mark, Tensor};
 use shoal_net::{Fabric, collective};
 use shoal_nn::GradientSum;
-use shoal_plan::{GatheredPart, Held, Instruction, ReducedPart, Slice, Tier, common};
+use shoal_plan::{GatheredPart, Held, Instruction, Layout, ReducedPart, Slice, Tier, common};
 
 use super::Executor;
 use super::moves::Job;
 use super::step::Step;
 use super::transfers::{Circle, collect, copied, floats, runs};
 use crate::error::Result;
-use crate::state::{SumRoom, SumSlice, Tiers};
+use crate::state::{self, SumRoom, SumSlice, Tiers};
 
 impl Executor {
     pub(super) fn start_reduce(
@@ -29,6 +30,12 @@ impl Executor {
         let mut tensors: Vec<usize> = parts.iter().map(|part| part.tensor).collect();
         tensors.sort_unstable();
         tensors.dedup();
+        let carried = circle.others().is_none()
+            && tensors.iter().all(|tensor| goes_to_host(&self.state.tensors[*tensor]));
+        let mut squares = Vec::new();
+        for tensor in tensors.iter().copied().filter(|_| carried) {
+            squares.extend(self.squared(layout, step.device, tensor)?.map(|squares| (tensor, squares)));
+        }
         let taken = tensors.into_iter().map(|tensor| {
             let held = &mut self.state.tensors[tensor];
             let (sum, sums) = (held.gradient.take(), std::mem::take(&mut held.sums));
@@ -36,11 +43,13 @@ impl Executor {
         });
         let mut taken: Vec<Taken> = taken.collect();
         let (tiers, me, after) = (self.tiers.clone(), step.device, self.device.mark()?);
+        let number = step.input.step;
         Ok(Box::new(move || {
-            let reduced = match circle.others().is_none() && taken.iter().all(Taken::goes_to_host) {
+            let reduced = match carried {
                 true => carry(&tiers, &after, &parts, &mut taken),
                 false => reduce(&tiers, &after, &circle, me, &parts, &mut taken),
             };
+            let squares = reduced.and_then(|()| read_squares(&*tiers.device, &after, squares));
             // What is not kept here ends with this.
             for taken in taken.iter_mut().filter(|taken| !taken.keeps_sum) {
                 taken.sum = None;
@@ -48,11 +57,29 @@ impl Executor {
             Box::new(move |executor, _| {
                 for taken in taken {
                     let held = &mut executor.state.tensors[taken.tensor];
-                    (held.gradient, held.sums) = (taken.sum, taken.sums);
+                    (held.gradient, held.sums, held.squares) = (taken.sum, taken.sums, None);
                 }
-                reduced
+                for (tensor, squares) in squares? {
+                    executor.state.tensors[tensor].squares = Some((number, squares));
+                }
+                Ok(())
             })
         }))
+    }
+
+    /// The squares of a gradient that goes to the host, added up while it is on the device, where this device counts all of
+    /// it for the norm: the host need not read it for that.
+    fn squared(&self, layout: &Layout, me: usize, tensor: usize) -> Result<Option<Tensor>> {
+        let spec = &self.chain.tensors[tensor];
+        let counted: usize = layout.normed_slices(tensor, me).iter().map(|held| held.slice.count()).sum();
+        let sum = self.state.tensors[tensor].gradient.as_ref().filter(|sum| sum.started);
+        let Some(sum) = sum.filter(|_| spec.running.is_none() && counted == spec.elements()) else {
+            return Ok(None);
+        };
+        let who = format!("squares of the gradient of {}", spec.name);
+        let mut squares = Tensor::new(self.device.arena(), &who, SCALAR_ELEMENTS)?;
+        self.device.sum_squares(&[&sum.sum], &mut squares)?;
+        Ok(Some(squares))
     }
 
     pub(super) fn start_hand_over(
@@ -118,7 +145,7 @@ impl SumSlice {
             SumRoom::Memory(sum) => {
                 let out = bytemuck::cast_slice_mut::<f32, u8>(&mut values);
                 tiers.of(self.tier).read_bytes(after, sum, first..end, &mut |at, bytes| {
-                    tiers.host.round(bytes, Element::F32, &mut out[at..at + bytes.len()]);
+                    tiers.host.copy(bytes, &mut out[at..at + bytes.len()]);
                 })?;
             }
         }
@@ -137,13 +164,26 @@ struct Taken {
     sums: Vec<SumSlice>,
 }
 
-impl Taken {
-    /// Whether all that is kept of the sum is in host memory.
-    fn goes_to_host(&self) -> bool {
-        let on_host = |sum: &SumSlice| sum.tier == Tier::Host && matches!(sum.room, SumRoom::Memory(_));
-        !self.keeps_sum && self.sums.iter().all(on_host)
-    }
+/// Whether all that is kept of a tensor's sum is in host memory.
+fn goes_to_host(held: &state::Held) -> bool {
+    let on_host = |sum: &SumSlice| sum.tier == Tier::Host && matches!(sum.room, SumRoom::Memory(_));
+    !held.keeps_sum && held.sums.iter().all(on_host)
+}
 
+/// Scalars from the device, beside what it computes.
+fn read_squares(
+    device: &dyn Device,
+    after: &Mark,
+    squares: Vec<(usize, Tensor)>,
+) -> Result<Vec<(usize, f64)>> {
+    let read = |(tensor, squares): (usize, Tensor)| -> Result<(usize, f64)> {
+        let bytes = device.host_bytes(after, &squares, 0..SCALAR_ELEMENTS)?;
+        Ok((tensor, f64::from_ne_bytes((&*bytes).try_into().expect("a scalar has eight bytes"))))
+    };
+    squares.into_iter().map(read).collect()
+}
+
+impl Taken {
     /// Writes a part of the whole sum wherever it is kept here.
     fn write(&mut self, tiers: &Tiers, after: &Mark, slice: Slice, values: &[f32]) -> Result {
         if let Some(sum) = self.sum.as_mut().filter(|_| self.keeps_sum) {
@@ -154,7 +194,7 @@ impl Taken {
     }
 }
 
-/// Takes gradients to the host where nobody else has a part in them, piece by piece.
+/// Takes gradients to the host where nobody else has a part in them.
 fn carry(tiers: &Tiers, after: &Mark, parts: &[ReducedPart], taken: &mut [Taken]) -> Result {
     for part in parts {
         let taken = taken.iter_mut().find(|taken| taken.tensor == part.tensor);
@@ -165,17 +205,13 @@ fn carry(tiers: &Tiers, after: &Mark, parts: &[ReducedPart], taken: &mut [Taken]
                 continue;
             };
             let there = both.start - kept.slice.start..both.end - kept.slice.start;
-            let mut written = Ok(());
-            tiers.host.write_bytes(&Mark::default(), room, there, &mut |_, out| match sum {
-                Some(sum) => {
-                    written = tiers.device.read_bytes(after, &sum.sum, both.range(), &mut |at, bytes| {
-                        tiers.host.round(bytes, Element::F32, &mut out[at..at + bytes.len()]);
-                    });
-                }
+            match sum {
+                Some(sum) => tiers.copy_out(after, &sum.sum, both.range(), room, there.start)?,
                 // Whoever added nothing stands with zeros.
-                None => out.fill(0),
-            })?;
-            written?;
+                None => {
+                    tiers.host.write_bytes(&Mark::default(), room, there, &mut |_, out| out.fill(0))?;
+                }
+            }
         }
     }
     Ok(())
@@ -201,7 +237,7 @@ fn reduce(
         if let Some(sum) = own.and_then(|taken| taken.sum.as_ref()).filter(|sum| sum.started) {
             let room = bytemuck::cast_slice_mut::<f32, u8>(&mut buffer[place.clone()]);
             tiers.device.read_bytes(after, &sum.sum, part.slice.range(), &mut |at, bytes| {
-                tiers.host.round(bytes, Element::F32, &mut room[at..at + bytes.len()]);
+                tiers.host.copy(bytes, &mut room[at..at + bytes.len()]);
             })?;
         }
         places.push(place);

@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
-use shoal_kernels::Tensor;
 use shoal_kernels::random::fold;
+use shoal_kernels::{Device, Tensor};
 use shoal_net::{Fabric, Tag, collective};
 use shoal_plan::effects::Value;
 use shoal_plan::{GatheredPart, Instruction, Layout, Moved, Op, Pass, Samples};
@@ -15,7 +15,7 @@ use shoal_plan::{GatheredPart, Instruction, Layout, Moved, Op, Pass, Samples};
 use super::Executor;
 use super::step::{Step, Stored};
 use super::tiers::Terms;
-use super::transfers::{Circle, Source, Way, copied, exchange, fetch, gather, receive, send};
+use super::transfers::{Circle, Source, Way, exchange, fetch, gather, receive, send};
 use crate::error::{EngineError, Result};
 use crate::state::{Gathered, Kept, compute_room, copy_element};
 
@@ -215,7 +215,10 @@ impl Executor {
         let (slice, elements) = self.state.tensors[part.tensor].find(part.tier, part.slice);
         assert_eq!(slice.version, version, "tensor {} is at another version than the step", part.tensor);
         Ok(match &slice.kept {
-            Kept::Memory(tensors) => Source::Memory(part.tier, tensors.parameter.share(), elements),
+            Kept::Memory(tensors) => {
+                let numbers = tensors.copy.as_ref().unwrap_or(&tensors.parameter);
+                Source::Memory(part.tier, numbers.share(), elements)
+            }
             Kept::Disk(disk) => Source::Disk(disk.clone()),
             Kept::Lent => panic!("a slice is gathered while it is updated"),
         })
@@ -257,12 +260,18 @@ impl Executor {
             true => (None, shoal_nn::SavedRest::All(saved)),
             false => saved.apart(),
         };
-        let (device, after) = (self.device.clone(), self.device.mark()?);
+        let room = |input: Tensor| -> Result<(Tensor, Tensor)> {
+            let who = format!("the input of layer {layer}, {samples}");
+            let room = Tensor::of(self.tiers.host.arena(), &who, input.element(), input.len())?;
+            Ok((input, room))
+        };
+        let moved = input.map(room).transpose()?;
+        let (tiers, after) = (self.tiers.clone(), self.device.mark()?);
         Ok(Box::new(move || {
-            let copy = |input: Tensor| -> Result<Vec<u8>> {
-                Ok(device.host_bytes(&after, &input, 0..input.len())?.into_owned())
+            let copy = |(input, mut room): (Tensor, Tensor)| {
+                tiers.copy_out(&after, &input, 0..input.len(), &mut room, 0).map(|()| room)
             };
-            let copied = input.map(copy).transpose();
+            let copied = moved.map(copy).transpose();
             Box::new(move |_, step| {
                 let offloaded = Stored::Offloaded(Box::new((rest, copied?)));
                 step.put(Value::Offloaded { layer, samples }, offloaded);
@@ -272,22 +281,18 @@ impl Executor {
     }
 
     fn start_restore(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result<Job> {
-        let (rest, bytes) = step.take_offloaded(Value::Offloaded { layer, samples });
+        let (rest, kept) = step.take_offloaded(Value::Offloaded { layer, samples });
         let from = self.chain.layers[layer].inputs.first();
-        let room = match (&bytes, from) {
-            (Some(_), Some(from)) => Some(self.boundary(*from, samples)?),
+        let moved = match (kept, from) {
+            (Some(kept), Some(from)) => Some((kept, self.boundary(*from, samples)?)),
             _ => None,
         };
-        let (device, host, after) = (self.device.clone(), self.tiers.host.clone(), self.device.mark()?);
+        let (tiers, after) = (self.tiers.clone(), self.device.mark()?);
         Ok(Box::new(move || {
-            let restored = match (bytes, room) {
-                (Some(bytes), Some(mut room)) => {
-                    let (all, mut fill) = (0..room.len(), copied(&host, &bytes));
-                    let written = device.write_bytes(&after, &mut room, all, &mut fill);
-                    written.map(|()| Some(room))
-                }
-                _ => Ok(None),
+            let copy = |(kept, mut room): (Tensor, Tensor)| {
+                tiers.copy_in(&after, &kept, 0..kept.len(), &mut room, 0).map(|()| room)
             };
+            let restored = moved.map(copy).transpose();
             Box::new(move |_, step| {
                 let saved = Stored::Saved(Box::new(rest.with(restored?)));
                 step.put(Value::Restored { layer, samples }, saved);

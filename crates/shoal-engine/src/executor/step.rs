@@ -106,8 +106,8 @@ impl StepOutcome {
 pub(super) enum Stored {
     Tensor(Tensor),
     Saved(Box<Saved>),
-    /// A kept input whose bytes are in host memory.
-    Offloaded(Box<(SavedRest, Option<Vec<u8>>)>),
+    /// A kept input that is in host memory.
+    Offloaded(Box<(SavedRest, Option<Tensor>)>),
 }
 
 /// One step under way.
@@ -172,7 +172,7 @@ impl Step<'_> {
         }
     }
 
-    pub(super) fn take_offloaded(&mut self, value: Value) -> (SavedRest, Option<Vec<u8>>) {
+    pub(super) fn take_offloaded(&mut self, value: Value) -> (SavedRest, Option<Tensor>) {
         match self.take(value) {
             Stored::Offloaded(offloaded) => *offloaded,
             _ => panic!("{value:?} is not in host memory"),

@@ -106,9 +106,14 @@ impl Executor {
     /// The sum of squares of the gradients that are this device's to count.
     pub(super) fn squares(&mut self, step: &Step) -> Result<f64> {
         let layout = step.layout.expect("shares are of a table");
+        let host = &self.tiers.host;
         let (mut on_device, mut on_host, mut others) = (Vec::new(), Vec::new(), 0.0);
         for (tensor, held) in self.state.tensors.iter().enumerate() {
             if self.chain.tensors[tensor].running.is_some() {
+                continue;
+            }
+            if let Some((_, squares)) = held.squares.filter(|(step_of, _)| *step_of == step.input.step) {
+                others += squares;
                 continue;
             }
             let counted = layout.normed_slices(tensor, step.device);
@@ -120,7 +125,7 @@ impl Executor {
             }
             for part in counted.iter().filter(|part| !here(part) || counted_here < held.elements) {
                 if let Some(sum) = sum.filter(|_| here(&part)) {
-                    others += squares(&self.device.host_floats(&sum.sum)?[part.slice.range()]);
+                    others += host.squares(&self.device.host_floats(&sum.sum)?[part.slice.range()]);
                     continue;
                 }
                 let tier = part.holder.tier();
@@ -130,7 +135,7 @@ impl Executor {
                     SumRoom::Disk(disk) => {
                         let mut gradient = vec![0.0; disk.elements];
                         disk.read_gradient(0, &mut gradient)?;
-                        others += squares(&gradient);
+                        others += host.squares(&gradient);
                     }
                     SumRoom::Memory(gradient) if tier.is_device() => on_device.push(gradient),
                     SumRoom::Memory(gradient) => on_host.push(gradient),
@@ -140,7 +145,6 @@ impl Executor {
         self.device.sum_squares(&on_device, &mut self.norm_squared)?;
         let mut total = self.device.scalar(&self.norm_squared)? + others;
         if !on_host.is_empty() {
-            let host = &self.tiers.host;
             let mut sum = Tensor::new(host.arena(), "the norm of gradients on the host", SCALAR_ELEMENTS)?;
             host.sum_squares(&on_host, &mut sum)?;
             total += host.scalar(&sum)?;
@@ -164,7 +168,7 @@ impl Executor {
             slices.iter_mut().filter(|held| held.tier == Tier::Device).map(move |held| {
                 held.advance(terms);
                 let slice = held.slice;
-                let SliceTensors { parameter, gradient, optimizer } = held.tensors_mut();
+                let SliceTensors { parameter, gradient, optimizer, .. } = held.tensors_mut();
                 let handed = gradient.as_ref();
                 let gradient =
                     handed.or(sum).or_else(|| SumSlice::find(sums, Tier::Device, slice)?.in_memory());
@@ -245,10 +249,6 @@ impl HeldSlice {
     }
 }
 
-fn squares(values: &[f32]) -> f64 {
-    values.iter().map(|value| f64::from(*value).powi(2)).sum()
-}
-
 /// Updates a slice by its gradient, the one that it was handed or else this sum, and says whether it is at the next
 /// version. It is whole whatever fails: a slice that its disk does not take stays in host memory.
 fn update_slice(
@@ -302,14 +302,14 @@ fn apply_on_host(
         Ok(scalar)
     };
     let (loss, norm_squared) = (scalar(decided[0])?, scalar(decided[1])?);
-    let SliceTensors { parameter, gradient, optimizer } = tensors;
+    let SliceTensors { parameter, copy, gradient, optimizer } = tensors;
     let from_disk = match sum.map(|sum| &sum.room) {
         Some(SumRoom::Disk(disk)) if gradient.is_none() => Some(read_gradient(host, disk)?),
         _ => None,
     };
     let gradient = gradient.as_ref().or(from_disk.as_ref()).or(sum.and_then(SumSlice::in_memory));
     let gradient = gradient.expect("the gradient was summed before the update");
-    let updated = kind.updated(gradient, parameter, optimizer, None);
+    let updated = kind.updated(gradient, parameter, optimizer, copy.as_mut());
     terms.apply(host, (&loss, &norm_squared), std::iter::once(updated))
 }
 
@@ -331,7 +331,7 @@ fn read(host: &CpuDevice, disk: &DiskSlice) -> Result<SliceTensors> {
         disk.read_state(state, tensor.floats_mut())?;
         optimizer.push(tensor);
     }
-    Ok(SliceTensors { parameter, gradient: Some(gradient), optimizer })
+    Ok(SliceTensors { parameter, copy: None, gradient: Some(gradient), optimizer })
 }
 
 fn read_gradient(host: &CpuDevice, disk: &DiskSlice) -> Result<Tensor> {
@@ -342,6 +342,7 @@ fn read_gradient(host: &CpuDevice, disk: &DiskSlice) -> Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
+    use shoal_kernels::{Element, Mark};
     use shoal_nn::{Decay, OptimizerKind};
     use shoal_plan::Slice;
 
@@ -374,6 +375,36 @@ mod tests {
     fn floats(tensors: &SliceTensors) -> Vec<Vec<f32>> {
         let parts = std::iter::once(&tensors.parameter).chain(&tensors.optimizer);
         parts.map(|tensor| tensor.floats().to_vec()).collect()
+    }
+
+    /// An update on the host renews the rounded copy with the parameters, and leaves both where the loss is no number.
+    #[test]
+    fn rounded_copies_are_updated_with_their_parameters() {
+        let host = CpuDevice::new("host", 2, CpuDevice::workspace_bytes(2) + (1 << 20)).unwrap();
+        let kind = Kind { running: None, weight_decay: 0.1 };
+        let room = |value: f32| Tensor::from_floats(host.arena(), "test", &[value; ELEMENTS]).unwrap();
+        for element in [Element::Bf16, Element::F16] {
+            let mut copy = Tensor::of(host.arena(), "test", element, ELEMENTS).unwrap();
+            host.convert(&room(1.0 / 3.0), &mut copy).unwrap();
+            let tensors = SliceTensors {
+                parameter: room(1.0 / 3.0),
+                copy: Some(copy),
+                gradient: Some(room(0.5)),
+                optimizer: vec![room(0.1), room(0.2)],
+            };
+            let mut kept = Kept::Memory(tensors);
+            for (loss, changes) in [(f64::NAN, false), (1.0, true)] {
+                let (after, applied, result) = update_slice(&host, &terms(), kind, &[loss, 4.0], kept, None);
+                assert!(applied && result.is_ok());
+                let Kept::Memory(tensors) = &after else { panic!("the slice is not in memory") };
+                assert_eq!(tensors.parameter.floats()[0] != 1.0 / 3.0, changes);
+                let mut expected = vec![0; 2 * ELEMENTS];
+                element.write(tensors.parameter.floats(), &mut expected);
+                let copy = tensors.copy.as_ref().unwrap();
+                assert!(*host.host_bytes(&Mark::default(), copy, 0..ELEMENTS).unwrap() == expected);
+                kept = after;
+            }
+        }
     }
 
     /// A disk that fails when the new version is written leaves neither the old slice nor a mixture: the new one is whole,

@@ -87,7 +87,7 @@ pub(super) fn receive(
 
 /// Fills pieces with bytes that lie in one place, by the host's threads.
 pub(super) fn copied<'a>(host: &'a CpuDevice, bytes: &'a [u8]) -> impl FnMut(usize, &mut [u8]) + 'a {
-    |at, out| host.round(&bytes[at..at + out.len()], Element::F32, out)
+    |at, out| host.copy(&bytes[at..at + out.len()], out)
 }
 
 /// What gathered parameters pass: the memories, what the device is to have done before, and what each part becomes.
@@ -105,7 +105,14 @@ pub(super) enum Source {
 }
 
 impl Source {
-    /// Their bytes in fp32, where the host can read them.
+    fn element(&self) -> Element {
+        match self {
+            Source::Memory(_, tensor, _) => tensor.element(),
+            Source::Disk(_) => Element::F32,
+        }
+    }
+
+    /// Their bytes, where the host can read them.
     fn bytes(&self, way: Way) -> Result<Cow<'_, [u8]>> {
         match self {
             Source::Memory(tier, tensor, elements) => {
@@ -120,12 +127,21 @@ impl Source {
     }
 }
 
+/// Writes numbers as elements of some kind, which they may be already.
+fn write_as(host: &CpuDevice, element: Element, (kind, numbers): (Element, &[u8]), out: &mut [u8]) {
+    match kind == element {
+        true => host.copy(numbers, out),
+        false => host.round(numbers, element, out),
+    }
+}
+
 /// Numbers from their bytes, wherever these lie.
 pub(super) fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|word| f32::from_ne_bytes([word[0], word[1], word[2], word[3]])).collect()
 }
 
-/// Brings parameters onto the device where nobody else has a part in it: rounded piece by piece on their way.
+/// Brings parameters onto the device where nobody else has a part in it: as they lie in host memory where that is what
+/// layers compute with, else rounded piece by piece on their way.
 pub(super) fn fetch(
     way: Way,
     parts: &[GatheredPart],
@@ -136,13 +152,21 @@ pub(super) fn fetch(
     for (tensor, copy) in targets {
         let (element, mut elements) = (copy.element(), 0);
         for (part, source) in parts.iter().zip(sources).filter(|(part, _)| part.tensor == *tensor) {
-            let bytes = source.bytes(way)?;
-            tiers.device.write_bytes(after, copy, part.slice.range(), &mut |at, out| {
-                let first = at / element.bytes() * 4;
-                let numbers = &bytes[first..first + out.len() / element.bytes() * 4];
-                tiers.host.round(numbers, element, out);
-            })?;
             elements += part.slice.count();
+            match source {
+                Source::Memory(Tier::Host, numbers, some) if numbers.element() == element => {
+                    tiers.copy_in(after, numbers, some.clone(), copy, part.slice.start)?;
+                }
+                _ => {
+                    let (kind, bytes) = (source.element(), source.bytes(way)?);
+                    tiers.device.write_bytes(after, copy, part.slice.range(), &mut |at, out| {
+                        let size = kind.bytes();
+                        let first = at / element.bytes() * size;
+                        let numbers = &bytes[first..first + out.len() / element.bytes() * size];
+                        write_as(&tiers.host, element, (kind, numbers), out);
+                    })?;
+                }
+            }
         }
         zero_rest(&*tiers.device, after, copy, elements)?;
     }
@@ -163,7 +187,7 @@ pub(super) fn gather(
     let size = |place: usize| elements[place].bytes();
     let (buffer, places) = collect(circle, me, parts, size, |place, out| {
         let source = sources.next().expect("a source for each part");
-        tiers.host.round(&source.bytes(way)?, elements[place], out);
+        write_as(&tiers.host, elements[place], (source.element(), &source.bytes(way)?), out);
         Ok(())
     })?;
     for (tensor, copy) in targets {
@@ -225,4 +249,57 @@ pub(super) fn exchange(circle: &Circle, me: usize, own: GroupShare) -> Result<Ve
         columns: floats(&bytes[8..]),
     };
     Ok(buffer.chunks_exact(each).map(share).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use shoal_kernels::random::fill_normal;
+    use shoal_plan::Slice;
+
+    use super::*;
+
+    /// What layers compute with is the parameters, rounded, whether the host has it rounded already or not, and however
+    /// many elements of the tensor come from where; the rest of a longer copy is zero.
+    #[test]
+    fn fetched_parameters_are_the_same_rounded_before_or_on_their_way() {
+        const ELEMENTS: usize = 70_001;
+        let device = Arc::new(CpuDevice::new("cpu:0", 1, 1 << 24).unwrap());
+        let tiers = Tiers::around(device.clone(), "host", 2, 1 << 24, Path::new("")).unwrap();
+        let mut parameter = Tensor::new(tiers.host.arena(), "test", ELEMENTS).unwrap();
+        fill_normal(parameter.floats_mut(), 3, 0, 1.0);
+        let slices = [Slice { start: 0, end: 33_333 }, Slice { start: 33_333, end: ELEMENTS }];
+        for element in [Element::Bf16, Element::F16, Element::F32] {
+            let mut rounded = Tensor::of(tiers.host.arena(), "test", element, ELEMENTS).unwrap();
+            tiers.host.convert(&parameter, &mut rounded).unwrap();
+            let mut expected = vec![0; (ELEMENTS + 7) * element.bytes()];
+            element.write(parameter.floats(), &mut expected[..ELEMENTS * element.bytes()]);
+            for sources in [[&rounded, &parameter], [&parameter, &rounded]] {
+                let part = |slice| GatheredPart { tensor: 5, slice, device: 0, tier: Tier::Host };
+                let parts = slices.map(part);
+                let source = |(slice, numbers): (Slice, &Tensor)| {
+                    Source::Memory(Tier::Host, numbers.share(), slice.range())
+                };
+                let sources: Vec<Source> = slices.into_iter().zip(sources).map(source).collect();
+                let copy = Tensor::of(device.arena(), "test", element, ELEMENTS + 7).unwrap();
+                let mut targets = [(5, copy)];
+                let way = Way { tiers: &tiers, after: &Mark::default(), elements: &[element; 2] };
+                fetch(way, &parts, &sources, &mut targets).unwrap();
+                let [(_, copy)] = &mut targets;
+                let all = 0..copy.len();
+                assert!(
+                    *device.host_bytes(&Mark::default(), copy, all.clone()).unwrap() == expected,
+                    "{element:?}"
+                );
+
+                let circle = Circle { fabric: None, members: vec![0], tag: Tag(0) };
+                device.write_bytes(&Mark::default(), copy, all, &mut |_, out| out.fill(0xff)).unwrap();
+                gather(way, &circle, 0, &parts, sources, &mut targets).unwrap();
+                let [(_, copy)] = &targets;
+                let all = 0..copy.len();
+                assert!(*device.host_bytes(&Mark::default(), copy, all).unwrap() == expected, "{element:?}");
+            }
+        }
+    }
 }

@@ -65,9 +65,10 @@ impl Device for CpuDevice {
     }
 
     fn convert(&self, from: &Tensor, to: &mut Tensor) -> Result {
-        let (copy, rest) = to.floats_mut().split_at_mut(from.len());
-        copy.copy_from_slice(from.floats());
-        rest.fill(0.0);
+        assert_eq!(from.element(), Element::F32);
+        let (count, length, element) = (from.len(), to.len(), to.element());
+        self.round(from.bytes_of(0..count), element, to.bytes_of_mut(0..count));
+        to.bytes_of_mut(count..length).fill(0);
         Ok(())
     }
 
@@ -356,7 +357,7 @@ impl Device for CpuDevice {
     }
 
     fn sum_squares(&self, tensors: &[&Tensor], sum: &mut Tensor) -> Result {
-        let total = self.pool.install(|| self.squares(tensors));
+        let total = tensors.iter().map(|tensor| self.squares(tensor.floats())).sum();
         self.write_scalar(sum, total);
         Ok(())
     }

@@ -10,6 +10,21 @@ use crate::tensor::Element;
 const PIECE: usize = 1 << 15;
 
 impl CpuDevice {
+    /// Copies bytes, by all threads.
+    ///
+    /// # Panics
+    /// If there are not as many.
+    pub fn copy(&self, from: &[u8], out: &mut [u8]) {
+        assert_eq!(from.len(), out.len());
+        if out.len() <= 4 * PIECE {
+            return out.copy_from_slice(from);
+        }
+        self.pool.install(|| {
+            let all = out.par_chunks_mut(4 * PIECE).zip(from.par_chunks(4 * PIECE));
+            all.for_each(|(out, from)| out.copy_from_slice(from));
+        });
+    }
+
     /// Writes numbers, of which these are the bytes, as elements of some kind, byte after byte.
     ///
     /// # Panics
@@ -17,17 +32,11 @@ impl CpuDevice {
     pub fn round(&self, numbers: &[u8], element: Element, out: &mut [u8]) {
         let size = element.bytes();
         assert_eq!(numbers.len() / 4 * size, out.len());
-        let pieces = |out: &mut [u8], numbers: &[u8]| match element {
-            Element::F32 => out.copy_from_slice(numbers),
-            // A loop for each: one that asked for the kind within would stay scalar.
-            Element::Bf16 => self.arch.dispatch(
+        let pieces = |out: &mut [u8], numbers: &[u8]| {
+            self.arch.dispatch(
                 #[inline(always)]
-                || encode_each(numbers, out, bf16_bits),
-            ),
-            Element::F16 => self.arch.dispatch(
-                #[inline(always)]
-                || encode_each(numbers, out, f16_bits),
-            ),
+                || encode(numbers, element, out),
+            );
         };
         if out.len() <= size * PIECE {
             return pieces(out, numbers);
@@ -36,6 +45,16 @@ impl CpuDevice {
             let all = out.par_chunks_mut(size * PIECE).zip(numbers.par_chunks(4 * PIECE));
             all.for_each(|(out, numbers)| pieces(out, numbers));
         });
+    }
+}
+
+/// Writes numbers as elements of some kind: a loop for each, since one that asked for the kind within would stay scalar.
+#[inline(always)]
+pub(super) fn encode(numbers: &[u8], element: Element, out: &mut [u8]) {
+    match element {
+        Element::F32 => out.copy_from_slice(numbers),
+        Element::Bf16 => encode_each(numbers, out, bf16_bits),
+        Element::F16 => encode_each(numbers, out, f16_bits),
     }
 }
 
@@ -51,6 +70,17 @@ fn encode_each(numbers: &[u8], out: &mut [u8], encode: impl Fn(f32) -> u16) {
 mod tests {
     use super::*;
     use crate::random::fill_normal;
+
+    #[test]
+    fn bytes_are_copied_however_many() {
+        let device = CpuDevice::new("cpu", 3, CpuDevice::workspace_bytes(3)).unwrap();
+        for count in [0, 1, 2, 4 * PIECE, 9 * PIECE + 2] {
+            let from: Vec<u8> = (0..count).map(|at| (at * 7 + at / 251) as u8).collect();
+            let mut out = vec![0; count];
+            device.copy(&from, &mut out);
+            assert!(out == from, "{count} bytes");
+        }
+    }
 
     #[test]
     fn numbers_are_rounded_as_one_by_one_however_many() {

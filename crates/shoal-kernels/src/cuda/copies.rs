@@ -1,6 +1,6 @@
-//! Bytes between the host and the device beside the stream that computes. Each direction has a stream of its own and a few
-//! chunks of pinned memory, through which whatever moves goes piece by piece: while one piece is on the link the host fills
-//! or empties the next, and kernels go on meanwhile.
+//! Bytes between the host and the device beside the stream that computes. Each direction has a stream of its own. What lies
+//! in page-locked memory the device copies by itself. The rest goes piece by piece through a few chunks of pinned memory:
+//! while one piece is on the link the host fills or empties the next, and kernels go on meanwhile.
 //!
 //! What is copied must not be used by work that is still queued. Whoever asks brings a [`Mark`]: it is waited for before
 //! the first byte moves, and when a call returns its last byte has moved. So memory that is copied belongs to whoever asked
@@ -116,6 +116,14 @@ impl Side {
         }
     }
 
+    /// Starts a copy for each of the runs, and waits for all.
+    fn copy(&self, runs: &[Range<usize>], start: impl Fn(&Range<usize>, sys::CUstream) -> Result) -> Result {
+        runs.iter().try_for_each(|run| start(run, self.stream))?;
+        // The stream is in order: with the last, all are over. None of the chunks is under way, nor its event.
+        self.over[0].record(self.stream)?;
+        self.over[0].wait()
+    }
+
     /// # Safety
     /// `to` is device memory of that many bytes that nothing else uses until this returns.
     unsafe fn write(&mut self, to: u64, bytes: usize, fill: &mut dyn FnMut(usize, &mut [u8])) -> Result {
@@ -218,6 +226,47 @@ impl Copies {
             none => none.insert(Side::new(&self.context)?),
         };
         work(side).inspect_err(|_| side.settle())
+    }
+
+    /// Copies page-locked bytes to the device, a run of them at a time.
+    ///
+    /// # Safety
+    /// `to` is device memory of that many bytes, which after the mark nothing else uses until this returns.
+    pub(super) unsafe fn copy_in(&self, after: &Mark, to: u64, from: &[u8], runs: &[Range<usize>]) -> Result {
+        self.with(&self.inward, after, |side| {
+            side.copy(runs, |run, stream| {
+                let (to, from) = (to + run.start as u64, from[run.clone()].as_ptr().cast::<c_void>());
+                // SAFETY: the run lies in both, `to` by this function's contract; `from` is borrowed until all is over.
+                let copied = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, run.len(), stream) };
+                self.context.check("cuMemcpyHtoD", copied)
+            })
+        })
+    }
+
+    /// Copies bytes of the device to page-locked memory, a run of them at a time.
+    ///
+    /// # Safety
+    /// `from` is device memory of that many bytes, which after the mark nothing writes until this returns.
+    pub(super) unsafe fn copy_out(
+        &self,
+        after: &Mark,
+        from: u64,
+        to: &mut [u8],
+        runs: &[Range<usize>],
+    ) -> Result {
+        assert!(runs.iter().all(|run| run.start <= run.end && run.end <= to.len()));
+        // Runs are copied side by side, so each starts from the same address.
+        let to = to.as_mut_ptr();
+        self.with(&self.outward, after, |side| {
+            side.copy(runs, |run, stream| {
+                // SAFETY: the run lies in both, `from` by this function's contract; `to` is borrowed until all is over.
+                let copied = unsafe {
+                    let to = to.add(run.start).cast::<c_void>();
+                    sys::cuMemcpyDtoHAsync_v2(to, from + run.start as u64, run.len(), stream)
+                };
+                self.context.check("cuMemcpyDtoH", copied)
+            })
+        })
     }
 
     /// Lets `fill` write so many bytes, piece by piece with where each begins, and copies them over.

@@ -12,6 +12,7 @@
 //! - [`convolution`]: convolutions by [`cudnn`], or by products of gathered rows; [`pixels`]: what else is done
 //!   to images.
 //! - [`copies`]: bytes to and from the host's memory, beside what is computed.
+//! - [`locked`]: host memory that is copied without the host's threads.
 //! - [`landing`]: where scalars are read and integers sent.
 //! - [`passes`]: what is done again and again, started at once.
 //! - [`profile`]: how long each kernel takes, where someone asks.
@@ -33,6 +34,7 @@ mod images;
 mod landing;
 mod launch;
 mod linear;
+mod locked;
 mod matrix;
 mod norm;
 mod operations;

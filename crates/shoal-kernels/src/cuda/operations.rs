@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 
 use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, launch, piece};
+use super::locked::LockedSpace;
 use super::{CudaDevice, copies, element_of};
 use crate::device::{
     AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
@@ -210,6 +211,45 @@ impl Device for CudaDevice {
         let bytes = elements.len() * tensor.element().bytes();
         // SAFETY: the tensor is that long, and ours to write: what was asked of it before is over after the mark.
         unsafe { self.copies.write(after, tensor.at(elements.start).0, bytes, fill) }
+    }
+
+    fn host_arena(&self, name: &str, budget: u64) -> Result<Arc<Arena>> {
+        let space = LockedSpace::reserve(self.context.clone(), name, budget)?;
+        Ok(Arena::over(name, budget, Box::new(space), false))
+    }
+
+    fn copy_in(
+        &self,
+        after: &Mark,
+        from: &Tensor,
+        elements: Range<usize>,
+        to: &mut Tensor,
+        first: usize,
+    ) -> Result<bool> {
+        assert_eq!(from.element(), to.element());
+        assert!(!to.is_on_host() && first + elements.len() <= to.len());
+        let Some(runs) = from.locked_runs(elements.clone()) else { return Ok(false) };
+        // SAFETY: `to` is that long, and ours to write: what was asked of it before is over after the mark.
+        unsafe { self.copies.copy_in(after, to.at(first).0, from.bytes_of(elements), &runs) }?;
+        Ok(true)
+    }
+
+    fn copy_out(
+        &self,
+        after: &Mark,
+        from: &Tensor,
+        elements: Range<usize>,
+        to: &mut Tensor,
+        first: usize,
+    ) -> Result<bool> {
+        assert_eq!(from.element(), to.element());
+        assert!(!from.is_on_host() && elements.start <= elements.end && elements.end <= from.len());
+        let there = first..first + elements.len();
+        let Some(runs) = to.locked_runs(there.clone()) else { return Ok(false) };
+        let at = from.at(elements.start).0;
+        // SAFETY: `from` is that long, and borrowed: nothing is asked of the device that writes it.
+        unsafe { self.copies.copy_out(after, at, to.bytes_of_mut(there), &runs) }?;
+        Ok(true)
     }
 
     fn write_integers(&self, tensor: &mut Tensor, values: &[i32]) -> Result {

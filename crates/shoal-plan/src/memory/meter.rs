@@ -27,9 +27,6 @@ pub struct Meter<'a> {
     own: HashSet<(usize, usize, Samples)>,
     /// Tensors whose gradients are being added up here, to be reduced to other places.
     partial: HashSet<usize>,
-    /// Bytes of activations in host memory.
-    host: u64,
-    pub(super) host_most: u64,
     /// Layers' groups that have statistics, and those that have sums in the backward.
     groups: HashSet<(usize, usize, bool)>,
 }
@@ -46,8 +43,6 @@ impl<'a> Meter<'a> {
             length_readers: HashMap::default(),
             own: HashSet::default(),
             partial: HashSet::default(),
-            host: 0,
-            host_most: 0,
             groups: HashSet::default(),
         }
     }
@@ -164,15 +159,18 @@ impl<'a> Meter<'a> {
         bytes
     }
 
-    fn reduced(&mut self, layer: usize) -> u64 {
+    fn reduced(&mut self, layer: usize) -> Phase {
         let layout = self.layout;
-        let mut bytes = 0;
+        let is_alone = layout.reduce(layer).is_none_or(|group| group.devices.len() == 1);
+        let mut phase = Phase::default();
         for tensor in layout.owned(layer) {
             if self.partial.remove(tensor) {
-                bytes += allocation_bytes(layout.gradient_elements(*tensor));
+                phase.loss += allocation_bytes(layout.gradient_elements(*tensor));
+                // A scalar for the squares of what nobody else has a part in.
+                phase.peak += if is_alone { allocation_bytes(2) } else { 0 };
             }
         }
-        bytes
+        phase
     }
 
     /// Bytes of a layer's gathered parameters.
@@ -349,19 +347,16 @@ impl<'a> Meter<'a> {
                 Phase { peak: gain, gain, loss: 0 }
             }
             Op::Offload { layer, samples } => {
-                self.host += self.kept_input(layer, samples);
-                self.host_most = self.host_most.max(self.host);
                 let inputs = self.first_inputs(layer, 1);
                 Phase { peak: 0, gain: 0, loss: self.let_go(layer, inputs, samples) }
             }
             Op::Restore { layer, samples } => {
                 let gain = self.kept_input(layer, samples);
-                self.host -= gain;
                 let inputs = self.first_inputs(layer, 1);
                 self.own.extend(inputs.iter().map(|from| (*from, layer, samples)));
                 Phase { peak: gain, gain, loss: 0 }
             }
-            Op::Reduce { layer } => Phase { peak: 0, gain: 0, loss: self.reduced(layer) },
+            Op::Reduce { layer } => self.reduced(layer),
             // What is handed over has its room all the time.
             Op::CountTargets
             | Op::Exchange { .. }
@@ -369,6 +364,20 @@ impl<'a> Meter<'a> {
             | Op::SumLoss
             | Op::GradientNorm
             | Op::Update { .. } => Phase::default(),
+        }
+    }
+
+    /// What an instruction takes and releases of the host's memory: inputs that wait there.
+    pub(super) fn host_phase(&self, op: &Op) -> Phase {
+        match *op {
+            Op::Offload { layer, samples } => {
+                let gain = self.kept_input(layer, samples);
+                Phase { peak: gain, gain, loss: 0 }
+            }
+            Op::Restore { layer, samples } => {
+                Phase { peak: 0, gain: 0, loss: self.kept_input(layer, samples) }
+            }
+            _ => Phase::default(),
         }
     }
 

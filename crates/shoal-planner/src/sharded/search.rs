@@ -28,6 +28,8 @@ pub(super) struct Search<'a> {
     /// All parameters, and the bytes of their state.
     pub parameters: f64,
     pub state: f64,
+    /// The same in a host's memory, where rounded copies stand beside it.
+    pub host_state: f64,
     /// Bytes that slices take beyond that, on each holder.
     pub slicing: f64,
 }
@@ -43,11 +45,13 @@ impl<'a> Search<'a> {
             sizes.iter().map(move |micro_batch| Way { micro_batch: *micro_batch, activations })
         });
         let parameters = chain.tensors.iter().map(|tensor| tensor.elements()).sum::<usize>() as f64;
+        let rounded_bytes = if step.precision.is_half() { step.precision.bytes() } else { 0 };
         Search {
             bytes: ModelBytes::new(chain, step, largest),
             ways: ways.collect(),
             parameters,
             state: parameters * 4.0 * (2 + step.optimizer_states) as f64,
+            host_state: parameters * (4 * (2 + step.optimizer_states) + rounded_bytes) as f64,
             slicing: slicing_bytes(chain, step),
             request,
         }

@@ -71,7 +71,7 @@ impl<'a> Trial<'a> {
             })
             .collect();
         let host_room = |(node, host): (usize, &u64)| match spills && in_use[node] > 0 {
-            true => (*host as f64 / 2.0 - search.slicing).max(0.0),
+            true => (*host as f64 / 2.0 - search.slicing).max(0.0) * search.state / search.host_state,
             false => 0.0,
         };
         let host_rooms = host_bytes.iter().enumerate().map(host_room).collect();

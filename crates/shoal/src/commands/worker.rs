@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use shoal_engine::identity::Identity;
 use shoal_engine::{Executor, Ledger, Run, RunEvent, StopReason, Tiers, Traced};
-use shoal_kernels::CpuDevice;
 use shoal_model::Chain;
 use shoal_net::{Endpoint, Fabric, Security, connect};
 use shoal_state::checkpoint::Store;
@@ -134,16 +133,13 @@ fn executor(assignment: &Assignment, job: &Job, chain: &Chain, fabric: Arc<Fabri
     let (plan, index) = (&assignment.plan, assignment.program.device);
     let row = &plan.devices[index];
     let host_name = format!("host of {}", row.name);
-    let host_budget = assignment.host_bytes + CpuDevice::workspace_bytes(assignment.threads);
     let device = match assignment.gpu_percent {
         Some(_) => LocalDevice::choose(DeviceChoice::Cuda, Some(row.budget_bytes), Some(assignment.threads))?,
         None => LocalDevice::new(Some(row.budget_bytes), Some(assignment.threads)),
     };
-    let tiers = Tiers {
-        device: device.open_as(&row.name, job.precision, job.deterministic)?,
-        host: Arc::new(CpuDevice::new(&host_name, assignment.threads, host_budget)?),
-        disk: assignment.folder.clone().into(),
-    };
+    let device = device.open_as(&row.name, job.precision, job.deterministic)?;
+    let Assignment { threads, host_bytes, folder, .. } = assignment;
+    let tiers = Tiers::around(device, &host_name, *threads, *host_bytes, folder)?;
     let fresh = assignment.checkpoint.is_none();
     assemble::share_executor(job, chain, plan, index, tiers, Some(fabric), fresh)
 }

@@ -15,7 +15,6 @@ use shoal_crew::{About, Assembled, Assembler, Crew, Outlets, StepDone};
 use shoal_engine::identity::Identity;
 use shoal_engine::{EngineError, Tiers};
 use shoal_fleet::catalogue;
-use shoal_kernels::CpuDevice;
 use shoal_model::Chain;
 use shoal_service::wire::StepLine;
 use shoal_service::worker_driver::{Engine, Happening};
@@ -117,12 +116,8 @@ impl Given {
         let JobData { train: data, eval } = assemble::open_data(&job, &own.join("data"), &mut |_, _| {})?;
         let identity = identity(&job, &data.fingerprint(), &self.folder)?;
         let threads = self.device.threads;
-        let host_bytes = self.host_memory_bytes + CpuDevice::workspace_bytes(threads);
-        let tiers = Tiers {
-            device: self.device.open(job.precision, job.deterministic)?,
-            host: Arc::new(CpuDevice::new("host", threads, host_bytes)?),
-            disk: own.join("state").into(),
-        };
+        let device = self.device.open(job.precision, job.deterministic)?;
+        let tiers = Tiers::around(device, "host", threads, self.host_memory_bytes, &own.join("state"))?;
         let store = Store::open_existing_at(&job.checkpoints)?;
         Ok(Assembled {
             data,
