@@ -249,8 +249,7 @@ impl<'a> Course<'a> {
     }
 
     fn can_start(&self, place: usize, busy: &[bool; SERIAL_LANES]) -> bool {
-        self.awaits[place] == 0
-            && serial(&self.program.instructions[place]).is_none_or(|lane| !busy[lane])
+        self.awaits[place] == 0 && serial(&self.program.instructions[place]).is_none_or(|lane| !busy[lane])
     }
 
     /// An instruction that can start now, with these lanes of the device busy.
@@ -395,10 +394,8 @@ impl<'a> Clock<'a> {
         device: usize,
     ) -> usize {
         let number = self.courses.len();
-        self.courses.push(Course {
-            number,
-            ..Course::new(program, layout, world, device, self.settings.memory)
-        });
+        self.courses
+            .push(Course { number, ..Course::new(program, layout, world, device, self.settings.memory) });
         self.here[device].push(number);
         number
     }
@@ -545,9 +542,7 @@ impl<'a> Clock<'a> {
     fn slowness(&self, what: What) -> f64 {
         let Some(Jitter { seed, most }) = self.settings.jitter else { return 1.0 };
         let number = match what {
-            What::Instruction(program, place) => {
-                (self.courses[program].number as u64) << 32 | place as u64
-            }
+            What::Instruction(program, place) => (self.courses[program].number as u64) << 32 | place as u64,
             What::Meeting(meeting) => 1 << 63 | (meeting % self.meetings.all.len()) as u64,
         };
         let mut mixed = seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15);

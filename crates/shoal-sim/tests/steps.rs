@@ -278,7 +278,8 @@ fn a_step_runs_beside_the_updates_of_the_one_before() {
         let programs = compile(&plan, &chain, Purpose::Train).unwrap();
         for update_seconds in [0.0, 0.05, 0.2, 0.5, 3.0] {
             let world = SlowUpdates { update_seconds };
-            let played = |alone| simulate(&programs, &layout, &world, Settings { alone, ..Settings::default() });
+            let played =
+                |alone| simulate(&programs, &layout, &world, Settings { alone, ..Settings::default() });
             let (steady, alone) = (played(false).unwrap(), played(true).unwrap());
             let computing = 2.0 * 3.0 * chain.layers.len() as f64;
             let updating = update_seconds * chain.tensors.len() as f64;
@@ -315,7 +316,8 @@ fn steps_that_leave_nothing_behind_are_played_once() {
         let layout = Layout::new(&plan, &chain);
         let programs = compile(&plan, &chain, Purpose::Train).unwrap();
         let played = |alone| {
-            simulate(&programs, &layout, &AnyDelay { seed }, Settings { alone, ..Settings::default() }).unwrap()
+            simulate(&programs, &layout, &AnyDelay { seed }, Settings { alone, ..Settings::default() })
+                .unwrap()
         };
         let (steady, alone) = (played(false), played(true));
         if programs.iter().all(|program| program.left_behind().is_empty()) {
