@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::{HOST_BYTES, RandomBatch, classes, fill};
 use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome, Tiers, Traced};
@@ -23,6 +23,8 @@ use shoal_plan::{
     Activations, DeviceOffer, Holder, Layout, Op, Order, Plan, Program, Purpose, Residence, StepShape, Tier,
     compile, verify_all,
 };
+use shoal_sim::flows::Resource;
+use shoal_sim::{Work, World, simulate};
 
 const STEPS: u64 = 4;
 
@@ -228,6 +230,65 @@ fn the_next_step_begins_without_updates_and_touches_nothing_of_theirs() {
             }
         }
     }
+}
+
+/// What instructions last where a device is played, here and on the virtual clock.
+struct Played;
+
+impl Played {
+    const FORWARD: Duration = Duration::from_millis(8);
+    const BACKWARD: Duration = Duration::from_millis(16);
+    const UPDATE: Duration = Duration::from_millis(4);
+
+    fn lasts(op: &Op) -> Duration {
+        match op {
+            Op::Forward { .. } => Played::FORWARD,
+            Op::Backward { .. } => Played::BACKWARD,
+            Op::Update { .. } => Played::UPDATE,
+            _ => Duration::ZERO,
+        }
+    }
+}
+
+impl World for Played {
+    fn resources(&self) -> &[Resource] {
+        &[]
+    }
+
+    fn alone(&self, op: &Op, _device: usize) -> Work {
+        Work { seconds: Played::lasts(op).as_secs_f64(), ..Work::default() }
+    }
+
+    fn together(&self, op: &Op, device: usize) -> Work {
+        self.alone(op, device)
+    }
+}
+
+/// A played device takes for a step what the simulator says, and that is less than its instructions one after the other.
+#[test]
+fn a_step_takes_as_long_as_simulated() {
+    let disk = tempfile::tempdir().unwrap();
+    let (chain, plan) = streamed(Holder::Host(0));
+    let layout = Layout::new(&plan, &chain);
+    let programs = compile(&plan, &chain, Purpose::Train).unwrap();
+    let played = |alone| {
+        let settings = shoal_sim::Settings { alone, ..shoal_sim::Settings::default() };
+        simulate(&programs, &layout, &Played, settings).unwrap().seconds
+    };
+    let (predicted, alone) = (played(false), played(true));
+    assert!(predicted < 0.8 * alone, "{predicted} of {alone} s");
+    let mut member = Member::new(&layout, &programs[0], None, disk.path());
+    let pace = programs[0].instructions.iter().map(|instruction| Played::lasts(&instruction.op));
+    member.executor.set_pace(pace.collect());
+    let took = (0..8).map(|step| {
+        let started = Instant::now();
+        member.step(&layout, &programs[0], step, true).unwrap();
+        started.elapsed().as_secs_f64()
+    });
+    let took: Vec<f64> = took.collect();
+    // The machine may be busy with something else; no step is too quick, and one that is not disturbed is as foreseen.
+    let quickest = took[1..].iter().copied().fold(f64::INFINITY, f64::min);
+    assert!((0.99..1.1).contains(&(quickest / predicted)), "{took:?}, predicted {predicted}");
 }
 
 /// The state after some steps that each wait for their updates.
