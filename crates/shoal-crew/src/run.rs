@@ -141,6 +141,8 @@ impl Hands {
             }
             let work = Work { plan: &plan, program: &program, layout };
             let outcome = terms.train(executor, work, step, loss_scale)?;
+            // Others hear where this worker's slices stand after each step.
+            executor.catch_up()?;
             let traced = executor.take_traced();
             let standing = executor.standing()?;
             let record = share.complete(&terms, &outcome);

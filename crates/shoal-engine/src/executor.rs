@@ -2,6 +2,7 @@
 //! samples and what to keep stand in the instruction. It checks on the way that what the program promised
 //! holds: values are there when used, versions are the step's.
 
+mod behind;
 mod between;
 mod clockwork;
 mod gradients;
@@ -20,6 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use behind::Behind;
 use clockwork::Clockwork;
 pub use clockwork::Traced;
 pub use replay::Replay;
@@ -35,7 +37,7 @@ use shoal_net::Fabric;
 use shoal_nn::layer::{self, LossSink};
 use shoal_nn::{Call, Feed, Gradients, Parameters, Randomness, Saved, head};
 use shoal_plan::effects::Value;
-use shoal_plan::{Activations, Closing, Instruction, Keep, Layout, Op, Program, Samples};
+use shoal_plan::{Activations, Closing, Instruction, Keep, Layout, Op, Program, Purpose, Samples};
 
 use crate::error::{EngineError, Result};
 use crate::lanes::Lanes;
@@ -64,6 +66,7 @@ pub struct Executor {
     /// The way to the other devices.
     fabric: Option<Arc<Fabric>>,
     lanes: Lanes,
+    behind: Behind,
     clockwork: Clockwork,
     /// Programs run so far, which is the same number at everyone who takes part: messages are known by it.
     runs: u64,
@@ -163,6 +166,7 @@ impl Executor {
             tiers,
             fabric,
             lanes: Lanes::default(),
+            behind: Behind::default(),
             clockwork: Clockwork::default(),
             runs: 0,
             chain,
@@ -244,6 +248,13 @@ impl Executor {
         program: &Program,
         input: &StepInput,
     ) -> Result<StepOutcome> {
+        let goes_on = program.purpose == Purpose::Train && layout.is_some();
+        if !goes_on {
+            self.wait_for_updates();
+        }
+        if let Some(error) = self.behind.take_failure() {
+            return Err(error);
+        }
         let device = self.device.clone();
         let mut result = Ok(StepOutcome::default());
         self.runs += 1;
@@ -258,6 +269,7 @@ impl Executor {
         version: u64,
         read: impl FnMut(&TensorSpec, &'static str, Range<usize>, &mut [f32]) -> Result,
     ) -> Result {
+        self.catch_up()?;
         self.state.load_ranges(&self.tiers, &self.chain, states, version, read)
     }
 

@@ -69,6 +69,49 @@ impl Lanes {
     }
 }
 
+/// Jobs that follow one another, on a thread of their own while there are any. None of them panics.
+#[derive(Clone, Default)]
+pub(crate) struct Line {
+    shared: Arc<Mutex<Waiting>>,
+}
+
+#[derive(Default)]
+struct Waiting {
+    jobs: VecDeque<Job>,
+    is_served: bool,
+}
+
+impl Line {
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts something when all that came before has ended.
+    pub(crate) fn follow(&self, lanes: &Lanes, job: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+        let mut waiting = self.waiting();
+        if !waiting.is_served {
+            let line = self.clone();
+            lanes.start(move || line.serve())?;
+            waiting.is_served = true;
+        }
+        waiting.jobs.push_back(Box::new(job));
+        Ok(())
+    }
+
+    fn serve(&self) {
+        while let Some(job) = self.next() {
+            job();
+        }
+    }
+
+    fn next(&self) -> Option<Job> {
+        let mut waiting = self.waiting();
+        let job = waiting.jobs.pop_front();
+        waiting.is_served = job.is_some();
+        job
+    }
+}
+
 impl Drop for Lanes {
     fn drop(&mut self) {
         self.shared.queue().closed = true;

@@ -287,6 +287,9 @@ impl Run {
             // A save that failed beside this step is told now; the checkpoints before it are as they were.
             self.saver.settle(false)?;
             let verdict = self.agree(Verdict { evaluates, saves, stops }, &mut record, on_event)?;
+            if verdict.evaluates || verdict.saves {
+                self.catch_up(&mut record)?;
+            }
             if verdict.evaluates {
                 let held_out = self.evaluate()?;
                 (record.eval_loss, record.eval_accuracy) = (Some(held_out.loss()), held_out.accuracy());
@@ -413,6 +416,26 @@ impl Run {
         Ok(record)
     }
 
+    /// Waits for what the step has left under way, where something else follows than the next one: that is the step's time
+    /// too.
+    fn catch_up(&mut self, record: &mut StepRecord) -> Result {
+        let started = Instant::now();
+        self.executor.catch_up()?;
+        let seconds = record.step_ms / 1e3 + started.elapsed().as_secs_f64();
+        self.took(record, seconds);
+        self.unwritten = Some(record.clone());
+        Ok(())
+    }
+
+    /// Notes how long a step took, and what that makes of it.
+    fn took(&self, record: &mut StepRecord, seconds: f64) {
+        let settings = &self.settings;
+        record.step_ms = seconds * 1e3;
+        record.tokens_per_s = record.tokens as f64 / seconds;
+        record.mfu = settings.rates.iter().map(|rate| (rate.kind.clone(), rate.mfu(seconds))).collect();
+        record.dollars = settings.dollars_per_hour.map(|dollars| dollars * seconds / 3600.0);
+    }
+
     /// The scheduled rate of the step under way.
     fn lr(&self) -> f64 {
         self.settings.optimizer.lr * self.settings.schedule.factor(self.step, self.settings.steps)
@@ -430,13 +453,13 @@ impl Run {
         let seconds = self.began.elapsed().as_secs_f64();
         let arena = self.executor.device().arena();
         let device = arena.device().to_owned();
-        StepRecord {
-            mfu: settings.rates.iter().map(|rate| (rate.kind.clone(), rate.mfu(seconds))).collect(),
+        let mut record = StepRecord {
             memory_bytes: BTreeMap::from([(device, arena.peak())]),
             predicted_ms: settings.predicted_seconds.map(|seconds| 1e3 * seconds),
-            dollars: settings.dollars_per_hour.map(|dollars| dollars * seconds / 3600.0),
             ..StepRecord::of(self.step, outcome, lr, loss_scale, seconds, self.plan.id())
-        }
+        };
+        self.took(&mut record, seconds);
+        record
     }
 
     /// The losses of every target of the held-out set, and how many were predicted rightly.
@@ -472,6 +495,7 @@ impl Run {
     /// Begins a save of everyone's part; returns when it is complete if asked to wait for that, or if there is no room for
     /// a copy.
     fn save(&mut self, waits: bool, on_event: &mut dyn FnMut(RunEvent)) -> Result {
+        self.executor.catch_up()?;
         self.saver.settle(true)?;
         let prepared = self.saver.prepare(&self.executor, waits)?;
         // The save's number is the first worker's to give; what is no number adds up to what is none.

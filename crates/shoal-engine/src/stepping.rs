@@ -72,6 +72,7 @@ impl Terms<'_> {
             updates: step - skipped.min(step),
             loss_scale: scale,
             next: if last { None } else { Some(&next) },
+            leaves_updates: !last,
             ..StepInput::train(step, self.seed, self.lr(step), self.optimizer, &batch)
         };
         let outcome = executor.run_in(work.layout, work.program, &input)?;

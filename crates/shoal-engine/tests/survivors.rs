@@ -103,9 +103,10 @@ impl Member {
         layout: &Layout,
         program: &Program,
         step: u64,
+        leaves_updates: bool,
     ) -> Result<(), EngineError> {
         let batch = RandomBatch { classes: classes(&case.chain), step };
-        let input = StepInput::train(step, 5, 1e-3, &case.settings, &batch);
+        let input = StepInput { leaves_updates, ..StepInput::train(step, 5, 1e-3, &case.settings, &batch) };
         self.executor.run_in(Some(layout), program, &input).map(drop)
     }
 
@@ -144,7 +145,7 @@ fn uninterrupted(case: &Case, disk: &std::path::Path) -> Vec<BTreeMap<Place, Bit
                     let mut member = Member::new(case, layout, program, fabric, disk);
                     let mut seen = vec![member.slices(program.device, states)];
                     for step in 0..STEPS {
-                        member.step(case, layout, program, step).unwrap();
+                        member.step(case, layout, program, step, false).unwrap();
                         seen.push(member.slices(program.device, states));
                     }
                     seen
@@ -177,6 +178,11 @@ struct Fault {
 }
 
 impl Fault {
+    /// Whether steps end while updates in other memories are under way, and the fault then meets them.
+    fn leaves_updates(&self) -> bool {
+        self.seed.is_multiple_of(2)
+    }
+
     /// A device's program in the step of the fault.
     fn program(&self, program: &Program) -> Program {
         let stops = [Some((self.device, self.place)), self.stopped];
@@ -242,18 +248,19 @@ fn interrupt(case: &Case, layout: &Layout, fault: Fault, disk: &std::path::Path)
             .map(|(program, fabric)| {
                 scope.spawn(move || {
                     let mut member = Member::new(case, layout, program, fabric, disk);
+                    let leaves = fault.leaves_updates();
                     member.executor.set_pace(fault.pace(program));
                     if program.device == fault.device {
                         for step in 0..fault.step {
-                            member.step(case, layout, program, step).unwrap();
+                            member.step(case, layout, program, step, leaves).unwrap();
                         }
-                        let failed = member.step(case, layout, &fault.program(program), fault.step);
+                        let failed = member.step(case, layout, &fault.program(program), fault.step, leaves);
                         assert!(failed.is_err() || fault.place >= program.instructions.len());
                         return None;
                     }
                     let failed = (0..STEPS).find_map(|step| match step == fault.step {
-                        true => member.step(case, layout, &fault.program(program), step).err(),
-                        false => member.step(case, layout, program, step).err(),
+                        true => member.step(case, layout, &fault.program(program), step, leaves).err(),
+                        false => member.step(case, layout, program, step, leaves).err(),
                     });
                     let failed = failed.expect("nobody goes on without the one that is lost").to_string();
                     let stopped = fault.stopped.map(|(device, _)| device);
@@ -294,7 +301,7 @@ fn settle_after(
     let states = case.settings.state_names().len();
     let mut left = interrupt(case, &layout, fault, disk);
     let standings: Vec<(usize, Standing)> =
-        left.iter().map(|(device, member)| (*device, member.executor.standing().unwrap())).collect();
+        left.iter_mut().map(|(device, member)| (*device, member.executor.standing().unwrap())).collect();
     let target = agree(&case.plan, &standings).unwrap();
     let lost = expected_losses(&case.plan, fault.device);
     assert_eq!(target.lost.iter().copied().collect::<BTreeSet<_>>(), lost);

@@ -46,7 +46,12 @@ fn train(
     let mut losses = Vec::new();
     for step in 0..steps {
         let batch = RandomBatch { classes, step };
-        let outcome = run(executor, &StepInput::train(step, 5, 1e-3, &settings, &batch))?;
+        // Updates in other memories go on beside the next step.
+        let input = StepInput {
+            leaves_updates: step + 1 < steps,
+            ..StepInput::train(step, 5, 1e-3, &settings, &batch)
+        };
+        let outcome = run(executor, &input)?;
         losses.push(outcome.loss());
     }
     Ok(losses)

@@ -209,6 +209,18 @@ pub struct Effects {
     pub replaces: Vec<usize>,
 }
 
+impl Effects {
+    /// Tensors whose parameters it reads or replaces, or whose gradient it adds to or reads: what the step before still
+    /// does with them must be over.
+    pub fn touches(&self) -> impl Iterator<Item = usize> + '_ {
+        let gradients = self.adds_to.iter().chain(&self.needs_complete).filter_map(|sum| match sum {
+            Sum::Gradient { tensor } => Some(*tensor),
+            _ => None,
+        });
+        self.reads_tensors.iter().chain(&self.replaces).copied().chain(gradients)
+    }
+}
+
 /// The effects of an instruction on one of the plan's devices.
 pub fn effects(op: &Op, layout: &Layout, device: usize) -> Effects {
     Of { layout, device }.effects(op)

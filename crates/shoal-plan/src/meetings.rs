@@ -61,6 +61,11 @@ impl Meetings {
         Ok(meetings)
     }
 
+    /// How many programs they are of.
+    pub fn programs(&self) -> usize {
+        self.of.len()
+    }
+
     /// The meeting of an instruction.
     pub fn of(&self, (program, place): Place) -> Option<usize> {
         self.of.get(program)?[place].map(|meeting| meeting as usize)

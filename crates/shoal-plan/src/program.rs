@@ -6,9 +6,14 @@
 //! those with an `ahead` may start that many places earlier. Nothing else may deviate: so memory has a bound
 //! ([`crate::memory`]) and, since the lists of all devices come from one order of the whole step, nothing waits
 //! forever.
+//!
+//! Updates in host memory and on disks hold up nothing behind them ([`Op::line`]). Those that nothing in the list comes
+//! after ([`Program::left_behind`]) may still be under way when the next step begins: of that, what touches their
+//! tensors ([`crate::effects::Effects::touches`]) comes after them.
 
 use std::fmt;
 
+use foldhash::HashSet;
 use serde::{Deserialize, Serialize};
 
 use crate::table::{Samples, Tier};
@@ -192,6 +197,23 @@ impl Op {
         }
     }
 
+    /// Of an update in another memory than the device's own: that memory. Such updates wait in a line, one for each memory,
+    /// and follow each other there whatever the list goes on to meanwhile.
+    pub fn line(&self) -> Option<Tier> {
+        match self {
+            Op::Update { at, .. } if !at.is_device() => Some(*at),
+            _ => None,
+        }
+    }
+
+    /// The tensor that it updates.
+    pub fn updated_tensor(&self) -> Option<usize> {
+        match self {
+            Op::Update { tensor, .. } => Some(*tensor),
+            _ => None,
+        }
+    }
+
     /// Whether it computes a layer, or a part of one.
     pub fn computes_layer(&self) -> bool {
         matches!(
@@ -301,6 +323,16 @@ pub struct Program {
 }
 
 impl Program {
+    /// Places of updates that the next step may begin without: those in a line that nothing in the list comes after.
+    pub fn left_behind(&self) -> Vec<usize> {
+        let in_line = || self.instructions.iter().enumerate().filter(|(_, next)| next.op.line().is_some());
+        if in_line().next().is_none() {
+            return Vec::new();
+        }
+        let awaited: HashSet<u32> = self.instructions.iter().flat_map(|next| &next.after).copied().collect();
+        in_line().filter(|(_, next)| !awaited.contains(&next.id)).map(|(place, _)| place).collect()
+    }
+
     /// Samples that it loads: those of the global batch.
     pub fn loaded_samples(&self) -> usize {
         let loaded = self.instructions.iter().map(|instruction| match instruction.op {

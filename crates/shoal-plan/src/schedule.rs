@@ -206,7 +206,7 @@ impl Lists<'_> {
         for device in layout.members() {
             self.push(*device, Op::GradientNorm);
         }
-        for tensor in 0..layout.chain.tensors.len() {
+        for tensor in self.updated() {
             for device in layout.members() {
                 let mut tiers: Vec<Tier> =
                     layout.held(tensor, *device).iter().map(|held| held.holder.tier()).collect();
@@ -220,6 +220,18 @@ impl Lists<'_> {
         for layer in 0..self.layers() {
             self.gather(layer, Pass::Update);
         }
+    }
+
+    /// Tensors in the order of their updates. In a line they follow each other, and the next step may begin before all are
+    /// over: first those whose copies this step still renews, then the others as the next forward needs them.
+    fn updated(&self) -> Vec<usize> {
+        let layout = self.layout;
+        let mut tensors: Vec<usize> = (0..layout.chain.tensors.len()).collect();
+        tensors.sort_by_key(|tensor| {
+            let first_user = layout.users(*tensor)[0];
+            (layout.gather(first_user, Pass::Update).is_none(), first_user)
+        });
+        tensors
     }
 
     /// Sums of gradients to where they are needed. It may begin as soon as they are complete; it is listed here since

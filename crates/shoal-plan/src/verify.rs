@@ -113,10 +113,11 @@ fn verify_in(program: &Program, layout: &Layout, purpose: Purpose) -> Result<(),
 }
 
 /// Whether an instruction starts only when an earlier one in the list has ended, by their places alone: one after the
-/// other on a lane, or done on the spot, as computations and loads are.
+/// other on a lane, or in a line, or done on the spot, as computations and loads are.
 fn follows(instruction: &Instruction, earlier: &Instruction) -> bool {
     let on_the_spot = earlier.lane == Lane::Compute || matches!(earlier.op, Op::Load { .. });
-    let in_line = earlier.lane == instruction.lane && earlier.lane != Lane::Network;
+    let same_line = earlier.op.line() == instruction.op.line();
+    let in_line = earlier.lane == instruction.lane && earlier.lane != Lane::Network && same_line;
     instruction.ahead == 0 && (on_the_spot || in_line)
 }
 

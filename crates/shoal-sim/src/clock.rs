@@ -1,11 +1,12 @@
 //! The virtual clock.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use serde::Serialize;
+use shoal_plan::effects::effects;
 use shoal_plan::events::Events;
 use shoal_plan::memory::Meter;
-use shoal_plan::{Lane, Layout, Meetings, Op, Program, ProgramError};
+use shoal_plan::{Instruction, Lane, Layout, Meetings, Op, Program, ProgramError, Tier};
 
 use crate::flows::{End, Flows, Resource};
 use crate::world::{Work, World};
@@ -13,8 +14,10 @@ use crate::world::{Work, World};
 /// Lanes on which one instruction at a time runs; the network is not among them.
 const SERIAL_LANES: usize = 5;
 
-fn serial(lane: Lane) -> Option<usize> {
-    match lane {
+/// The lane that an instruction needs free. Updates in other memories have lines of their own instead.
+fn serial(instruction: &Instruction) -> Option<usize> {
+    match instruction.lane {
+        _ if instruction.op.line().is_some() => None,
         Lane::Compute => Some(0),
         Lane::CopyIn => Some(1),
         Lane::CopyOut => Some(2),
@@ -22,6 +25,13 @@ fn serial(lane: Lane) -> Option<usize> {
         Lane::Disk => Some(4),
         Lane::Network => None,
     }
+}
+
+/// Lines in which updates wait: the host's and the disk's.
+const LINES: usize = 2;
+
+fn line(op: &Op) -> Option<usize> {
+    op.line().map(|tier| usize::from(tier == Tier::Disk))
 }
 
 /// Random slowness: every instruction takes longer by up to so much of itself.
@@ -36,6 +46,8 @@ pub struct Settings {
     pub jitter: Option<Jitter>,
     /// Whether memory is followed too.
     pub memory: bool,
+    /// Whether the step is played by itself: nothing is under way before, and it ends when all of it is over.
+    pub alone: bool,
 }
 
 /// When an instruction ran.
@@ -56,11 +68,14 @@ pub struct DeviceTime {
     pub idle: f64,
 }
 
-/// A step, played through.
+/// A step, played through: one of many that follow each other. Where a step leaves updates under way it begins beside those
+/// of the one before, and ends without its own; otherwise it is like any other, wherever it stands.
 #[derive(Clone, Debug)]
 pub struct Simulated {
+    /// From the end of the step before to its own.
     pub seconds: f64,
-    /// Of each program's instructions, in their order.
+    /// Of each program's instructions, in their order. Of updates that outlast their step, those of the step before, from the
+    /// step's beginning on.
     pub spans: Vec<Vec<Span>>,
     /// Of each program's device.
     pub devices: Vec<DeviceTime>,
@@ -78,14 +93,23 @@ pub fn simulate(
     let meetings = Meetings::new(programs, layout)?;
     let devices = layout.plan.devices.len();
     let mut clock = Clock::new(devices, &meetings, world.resources(), settings);
-    for program in programs {
-        clock.add(program, layout, world, program.device);
-    }
-    for device in 0..devices {
-        clock.go_on(device);
-    }
-    clock.run(&mut |_, _, _| {});
-    clock.result()
+    let leaves = |program: &Program| !settings.alone && !program.left_behind().is_empty();
+    let steps = if programs.iter().any(leaves) { 2 } else { 1 };
+    let over = if steps == 1 { Milestone::Over } else { Milestone::Listed };
+    let taking_part = programs.iter().filter(|program| !program.instructions.is_empty()).count();
+    let (mut ends, mut left) = (Vec::new(), taking_part);
+    clock.begin_step(programs, layout, world);
+    clock.run(&mut |clock, _, milestone| {
+        left -= usize::from(milestone == over);
+        if left == 0 && milestone == over {
+            ends.push(clock.now);
+            if ends.len() < steps {
+                left = taking_part;
+                clock.begin_step(programs, layout, world);
+            }
+        }
+    });
+    clock.result(programs.len(), &ends)
 }
 
 /// How far a program has come.
@@ -93,6 +117,8 @@ pub fn simulate(
 pub(crate) enum Milestone {
     /// All its layers are computed: sums, updates and copies remain.
     Computed,
+    /// All that its list waits for is over: the next step may begin.
+    Listed,
     Over,
 }
 
@@ -120,6 +146,9 @@ enum What {
 /// A program under way.
 struct Course<'a> {
     program: &'a Program,
+    /// Which of its step's programs it is, and how many steps were before.
+    number: usize,
+    step: usize,
     /// How many of those that each instruction comes after have not finished.
     awaits: Vec<u32>,
     /// Who comes after each: offsets into `followers`.
@@ -135,6 +164,11 @@ struct Course<'a> {
     spans: Vec<Span>,
     left: usize,
     computations_left: usize,
+    /// Instructions left but for those that the next step may begin without.
+    listed_left: usize,
+    is_left_behind: Vec<bool>,
+    /// Of those, what comes after them in the next step's program: that program, and its places.
+    followed_by: HashMap<usize, Vec<(usize, usize)>>,
     meter: Option<Memory<'a>>,
     world: &'a dyn World,
     /// Where it runs: not always the device that the program names.
@@ -157,6 +191,9 @@ impl<'a> Course<'a> {
         memory: bool,
     ) -> Course<'a> {
         let instructions = &program.instructions;
+        let left_behind = program.left_behind();
+        let mut is_left_behind = vec![false; instructions.len()];
+        left_behind.iter().for_each(|place| is_left_behind[*place] = true);
         let compiled = instructions.iter().enumerate().all(|(place, i)| i.id as usize == place);
         let by_id: HashMap<u32, u32> = match compiled {
             true => HashMap::new(),
@@ -185,6 +222,11 @@ impl<'a> Course<'a> {
         early.sort_unstable_by(|a, b| b.cmp(a));
         Course {
             program,
+            number: 0,
+            step: 0,
+            listed_left: instructions.len() - left_behind.len(),
+            is_left_behind,
+            followed_by: HashMap::new(),
             awaits: instructions.iter().map(|i| i.after.len() as u32).collect(),
             first_follower,
             followers,
@@ -194,7 +236,7 @@ impl<'a> Course<'a> {
             may: Vec::new(),
             world,
             device,
-            spans: vec![Span::default(); instructions.len()],
+            spans: vec![Span { start: 0.0, end: f64::NAN }; instructions.len()],
             left: instructions.len(),
             computations_left: instructions.iter().filter(|i| i.op.computes_layer()).count(),
             meter: memory.then(|| Memory {
@@ -207,8 +249,7 @@ impl<'a> Course<'a> {
     }
 
     fn can_start(&self, place: usize, busy: &[bool; SERIAL_LANES]) -> bool {
-        self.awaits[place] == 0
-            && serial(self.program.instructions[place].lane).is_none_or(|lane| !busy[lane])
+        self.awaits[place] == 0 && serial(&self.program.instructions[place]).is_none_or(|lane| !busy[lane])
     }
 
     /// An instruction that can start now, with these lanes of the device busy.
@@ -228,6 +269,34 @@ impl<'a> Course<'a> {
         Some(self.may.swap_remove(may))
     }
 
+    /// Comes after updates of the step before that are not over; of all programs it is this one.
+    fn follow(&mut self, before: &mut Course, layout: &Layout, own: usize) {
+        let places = before.is_left_behind.iter().zip(&before.spans).enumerate();
+        let under_way = places.filter(|(_, (left_behind, span))| **left_behind && span.end.is_nan());
+        let under_way: Vec<usize> = under_way.map(|(place, _)| place).collect();
+        if under_way.is_empty() {
+            return;
+        }
+        let mut of_tensor: HashMap<usize, Vec<usize>> = HashMap::new();
+        for place in under_way {
+            let tensor = before.program.instructions[place].op.updated_tensor();
+            of_tensor.entry(tensor.expect("updates are left behind")).or_default().push(place);
+        }
+        for (place, instruction) in self.program.instructions.iter().enumerate() {
+            let effects = effects(&instruction.op, layout, self.program.device);
+            let updates = effects.touches().filter_map(|tensor| of_tensor.get(&tensor)).flatten();
+            for update in updates {
+                before.followed_by.entry(*update).or_default().push((own, place));
+                self.awaits[place] += 1;
+            }
+        }
+    }
+
+    /// It waits for nothing but its turn in a line.
+    fn line_up(&mut self, place: usize) {
+        self.has_started[place] = true;
+    }
+
     fn start(&mut self, place: usize, now: f64) {
         let instruction = &self.program.instructions[place];
         self.has_started[place] = true;
@@ -243,6 +312,7 @@ impl<'a> Course<'a> {
     fn finish(&mut self, place: usize, now: f64) {
         self.spans[place].end = now;
         self.left -= 1;
+        self.listed_left -= usize::from(!self.is_left_behind[place]);
         if self.program.instructions[place].op.computes_layer() {
             self.computations_left -= 1;
         }
@@ -280,8 +350,10 @@ pub(crate) struct Clock<'a> {
     /// Programs on each device that are not over, the one that came first first: it has every lane before the others.
     here: Vec<Vec<usize>>,
     busy: Vec<[bool; SERIAL_LANES]>,
+    /// Updates in other memories by device, in their order; the first of each line is under way.
+    lines: Vec<[VecDeque<(usize, usize)>; LINES]>,
     meetings: &'a Meetings,
-    /// Members of each meeting that have not started.
+    /// Members of each meeting that have not started, step by step.
     missing: Vec<u32>,
     settings: Settings,
     flows: Flows,
@@ -302,7 +374,8 @@ impl<'a> Clock<'a> {
             courses: Vec::new(),
             here: vec![Vec::new(); devices],
             busy: vec![[false; SERIAL_LANES]; devices],
-            missing: meetings.all.iter().map(|meeting| meeting.members.len() as u32).collect(),
+            lines: vec![Default::default(); devices],
+            missing: Vec::new(),
             meetings,
             settings,
             flows: Flows::new(resources.to_vec()),
@@ -321,9 +394,27 @@ impl<'a> Clock<'a> {
         device: usize,
     ) -> usize {
         let number = self.courses.len();
-        self.courses.push(Course::new(program, layout, world, device, self.settings.memory));
+        self.courses
+            .push(Course { number, ..Course::new(program, layout, world, device, self.settings.memory) });
         self.here[device].push(number);
         number
+    }
+
+    /// All programs of one more step, each on its own device, beside what the step before has left under way.
+    fn begin_step(&mut self, programs: &'a [Program], layout: &'a Layout, world: &'a dyn World) {
+        let step = self.courses.len() / programs.len().max(1);
+        self.missing.extend(self.meetings.all.iter().map(|meeting| meeting.members.len() as u32));
+        for (number, program) in programs.iter().enumerate() {
+            let added = self.add(program, layout, world, program.device);
+            let (earlier, own) = self.courses.split_at_mut(added);
+            (own[0].number, own[0].step) = (number, step);
+            if step > 0 {
+                own[0].follow(&mut earlier[added - programs.len()], layout, added);
+            }
+        }
+        for device in 0..self.here.len() {
+            self.go_on(device);
+        }
     }
 
     /// Until nothing is under way.
@@ -370,19 +461,44 @@ impl<'a> Clock<'a> {
 
     fn start(&mut self, program: usize, place: usize) {
         let course = &mut self.courses[program];
-        course.start(place, self.now);
-        if let Some(lane) = serial(course.program.instructions[place].lane) {
-            self.busy[course.device][lane] = true;
+        let device = course.device;
+        if let Some(line) = line(&course.program.instructions[place].op) {
+            course.line_up(place);
+            self.lines[device][line].push_back((program, place));
+            if self.lines[device][line].len() == 1 {
+                self.serve(device, line);
+            }
+            return;
         }
-        match self.meetings.of((program, place)) {
+        course.start(place, self.now);
+        if let Some(lane) = serial(&course.program.instructions[place]) {
+            self.busy[device][lane] = true;
+        }
+        match self.meetings.of((course.number, place)) {
             None => self.begin(What::Instruction(program, place)),
             Some(meeting) => {
+                let meeting = course.step * self.meetings.all.len() + meeting;
                 self.missing[meeting] -= 1;
                 if self.missing[meeting] == 0 {
                     self.begin(What::Meeting(meeting));
                 }
             }
         }
+    }
+
+    /// Begins the update whose turn it is in a line.
+    fn serve(&mut self, device: usize, line: usize) {
+        if let Some((program, place)) = self.lines[device][line].front().copied() {
+            self.courses[program].start(place, self.now);
+            self.begin(What::Instruction(program, place));
+        }
+    }
+
+    /// The members of a meeting, by the programs of its step.
+    fn members(&self, meeting: usize) -> (&'a [(usize, usize)], usize) {
+        let meetings = self.meetings;
+        let (step, number) = (meeting / meetings.all.len(), meeting % meetings.all.len());
+        (&meetings.all[number].members, step * meetings.programs())
     }
 
     fn work(&self, what: What) -> Work {
@@ -392,8 +508,9 @@ impl<'a> Clock<'a> {
                 course.world.alone(&course.program.instructions[place].op, course.device)
             }
             What::Meeting(meeting) => {
-                let (program, place) = self.meetings.all[meeting].members[0];
-                let course = &self.courses[program];
+                let (members, first) = self.members(meeting);
+                let (program, place) = members[0];
+                let course = &self.courses[first + program];
                 course.world.together(&course.program.instructions[place].op, course.device)
             }
         }
@@ -425,8 +542,8 @@ impl<'a> Clock<'a> {
     fn slowness(&self, what: What) -> f64 {
         let Some(Jitter { seed, most }) = self.settings.jitter else { return 1.0 };
         let number = match what {
-            What::Instruction(program, place) => (program as u64) << 32 | place as u64,
-            What::Meeting(meeting) => 1 << 63 | meeting as u64,
+            What::Instruction(program, place) => (self.courses[program].number as u64) << 32 | place as u64,
+            What::Meeting(meeting) => 1 << 63 | (meeting % self.meetings.all.len()) as u64,
         };
         let mut mixed = seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         mixed = (mixed ^ (mixed >> 31)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -439,36 +556,47 @@ impl<'a> Clock<'a> {
             What::Instruction(program, place) => [(program, place)],
             What::Meeting(_) => [(0, 0)],
         };
-        let meetings = self.meetings;
-        let members = match what {
-            What::Instruction(..) => &alone[..],
-            What::Meeting(meeting) => &meetings.all[meeting].members[..],
+        let (members, first) = match what {
+            What::Instruction(..) => (&alone[..], 0),
+            What::Meeting(meeting) => self.members(meeting),
         };
         for (program, place) in members {
-            let course = &mut self.courses[*program];
+            let program = first + program;
+            let course = &mut self.courses[program];
             course.finish(*place, self.now);
             let (device, is_over) = (course.device, course.left == 0);
-            let lane = course.program.instructions[*place].lane;
-            let layer = course.program.instructions[*place].op.computes_layer();
-            let computed = layer && course.computations_left == 0;
-            if let Some(lane) = serial(lane) {
+            let instruction = &course.program.instructions[*place];
+            let computed = instruction.op.computes_layer() && course.computations_left == 0;
+            let listed = course.listed_left == 0 && !course.is_left_behind[*place];
+            let (lane, line) = (serial(instruction), line(&instruction.op));
+            for (follower, place) in course.followed_by.remove(place).unwrap_or_default() {
+                self.courses[follower].awaits[place] -= 1;
+            }
+            if let Some(lane) = lane {
                 self.busy[device][lane] = false;
             }
+            if let Some(line) = line {
+                self.lines[device][line].pop_front();
+                self.serve(device, line);
+            }
             if computed {
-                told(self, *program, Milestone::Computed);
+                told(self, program, Milestone::Computed);
+            }
+            if listed {
+                told(self, program, Milestone::Listed);
             }
             if is_over {
-                self.here[device].retain(|other| other != program);
-                told(self, *program, Milestone::Over);
+                self.here[device].retain(|other| *other != program);
+                told(self, program, Milestone::Over);
             }
         }
         for (program, _) in members {
-            self.go_on(self.courses[*program].device);
+            self.go_on(self.courses[first + program].device);
         }
     }
 
-    fn result(self) -> Result<Simulated, ProgramError> {
-        let seconds = self.now;
+    /// Of the last of some steps that ended then, each of so many programs.
+    fn result(self, programs: usize, ends: &[f64]) -> Result<Simulated, ProgramError> {
         for course in &self.courses {
             if course.left > 0 {
                 let place = course.has_started.iter().position(|started| !started).unwrap_or(0);
@@ -476,12 +604,33 @@ impl<'a> Clock<'a> {
                 return Err(ProgramError::Stuck { device: course.program.device, instruction });
             }
         }
-        let memories = self.courses.iter().filter_map(|course| course.meter.as_ref());
+        let (began, ended) = match ends {
+            [] => (0.0, self.now),
+            [end] => (0.0, *end),
+            [.., before, end] => (*before, *end),
+        };
+        let seconds = ended - began;
+        let (earlier, last) = self.courses.split_at(self.courses.len() - programs);
+        let spans = last.iter().enumerate().map(|(number, course)| {
+            let before = earlier.get(number);
+            let span = |(place, own): (usize, &Span)| {
+                let span = match before.filter(|_| course.is_left_behind[place] && own.end > ended) {
+                    Some(before) => before.spans[place],
+                    None => *own,
+                };
+                Span { start: (span.start - began).max(0.0), end: (span.end - began).max(0.0) }
+            };
+            course.spans.iter().enumerate().map(span).collect()
+        });
+        let most = |course: &Course| course.meter.as_ref().map(|memory| memory.most.unsigned_abs());
+        let values_bytes = last.iter().enumerate().filter_map(|(number, course)| {
+            Some(earlier.get(number).and_then(most).unwrap_or(0).max(most(course)?))
+        });
         Ok(Simulated {
             seconds,
-            devices: self.courses.iter().map(|course| course.time(seconds)).collect(),
-            values_bytes: memories.map(|memory| memory.most.unsigned_abs()).collect(),
-            spans: self.courses.into_iter().map(|course| course.spans).collect(),
+            spans: spans.collect(),
+            devices: last.iter().map(|course| course.time(seconds)).collect(),
+            values_bytes: values_bytes.collect(),
         })
     }
 }

@@ -110,6 +110,8 @@ impl<'a> Pool<'_, 'a> {
                 self.computing[device] = None;
                 self.take_on(clock, device);
             }
+            // A job's next step may be another device's: it begins when all of this one is over.
+            Milestone::Listed => {}
             Milestone::Over => {
                 self.is_running[job] = false;
                 self.free[device] += self.jobs[job].on[device].bytes_after;

@@ -1,6 +1,7 @@
 //! Runs the programs of a step on a virtual clock, as the engine runs them on devices: instructions start in their
 //! order, each when what it comes after has finished and its lane is free; what goes between devices starts when all
-//! who take part are there, and shares the links it passes with whatever else passes them.
+//! who take part are there, and shares the links it passes with whatever else passes them. A step that leaves updates
+//! under way is played after another one, beside what that has left: so long is every step of a run.
 //!
 //! - [`clock`]: the clock itself.
 //! - [`flows`]: transfers that share links, and how long they take.

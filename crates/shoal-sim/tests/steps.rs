@@ -59,7 +59,7 @@ fn no_delay_stops_a_step_or_takes_more_memory_than_forecast() {
             programs.iter().map(|program| forecast_in(program, &layout).values).collect();
         for delays in 0..3 {
             let jitter = Some(Jitter { seed: delays, most: 3.0 });
-            let settings = Settings { jitter, memory: true };
+            let settings = Settings { jitter, memory: true, alone: false };
             let world = AnyDelay { seed: seed * 3 + delays };
             let simulated = simulate(&programs, &layout, &world, settings)
                 .unwrap_or_else(|error| panic!("seed {seed}, delays {delays}: {error}"));
@@ -158,7 +158,7 @@ fn seconds(chain: &Chain, plan: &Plan, network: &str) -> f64 {
     let layout = Layout::new(plan, chain);
     let world = FleetWorld::new(&fleet, &costs, &layout);
     let programs = compile_paced(plan, chain, Purpose::Train, &world).unwrap();
-    simulate(&programs, &layout, &world, Settings { jitter: None, memory: true }).unwrap().seconds
+    simulate(&programs, &layout, &world, Settings { memory: true, ..Settings::default() }).unwrap().seconds
 }
 
 #[test]
@@ -229,4 +229,103 @@ fn gathered_parameters_are_there_when_their_layer_begins() {
             }
         }
     }
+}
+
+/// A forward takes a second, a backward two, an update of a tensor in host memory a part of one; all else nothing.
+struct SlowUpdates {
+    update_seconds: f64,
+}
+
+impl World for SlowUpdates {
+    fn resources(&self) -> &[Resource] {
+        &[]
+    }
+
+    fn alone(&self, op: &Op, _device: usize) -> Work {
+        let seconds = match op {
+            Op::Forward { .. } => 1.0,
+            Op::Backward { .. } => 2.0,
+            Op::Update { .. } => self.update_seconds,
+            _ => 0.0,
+        };
+        Work { seconds, ..Work::default() }
+    }
+
+    fn together(&self, op: &Op, device: usize) -> Work {
+        self.alone(op, device)
+    }
+}
+
+/// On one device, with all state in its own memory or elsewhere.
+fn streamed(chain: &Chain, holder: Holder) -> Plan {
+    let mut plan = pipeline(chain, 1, 2, Order::LayerFirst, false);
+    let residence = if holder.tier().is_device() { Residence::Resident } else { Residence::Fetched };
+    for row in &mut plan.tensors {
+        row.gradient.iter_mut().chain(&mut row.optimizer).for_each(|held| held.holder = holder);
+        row.compute_copies.iter_mut().for_each(|copy| copy.residence = residence);
+    }
+    plan
+}
+
+/// Updates follow each other from the step's beginning on, in the order of the layers, and each layer's forward waits for
+/// its own.
+#[test]
+fn a_step_runs_beside_the_updates_of_the_one_before() {
+    let chain = untied(4);
+    for holder in [Holder::Host(0), Holder::Disk(0), Holder::Device(0)] {
+        let plan = streamed(&chain, holder);
+        let layout = Layout::new(&plan, &chain);
+        let programs = compile(&plan, &chain, Purpose::Train).unwrap();
+        for update_seconds in [0.0, 0.05, 0.2, 0.5, 3.0] {
+            let world = SlowUpdates { update_seconds };
+            let played =
+                |alone| simulate(&programs, &layout, &world, Settings { alone, ..Settings::default() });
+            let (steady, alone) = (played(false).unwrap(), played(true).unwrap());
+            let computing = 2.0 * 3.0 * chain.layers.len() as f64;
+            let updating = update_seconds * chain.tensors.len() as f64;
+            assert!((alone.seconds - computing - updating).abs() < 1e-9, "{holder:?}: {}", alone.seconds);
+            let (mut computed, mut updated) = (0f64, 0.0);
+            for layer in 0..chain.layers.len() {
+                updated += update_seconds * layout.owned(layer).len() as f64;
+                computed = computed.max(updated) + 2.0;
+            }
+            let beside = computed + 2.0 * 2.0 * chain.layers.len() as f64;
+            let expected = if holder.tier().is_device() { alone.seconds } else { beside };
+            assert!(
+                (steady.seconds - expected).abs() < 1e-9,
+                "{holder:?}, updates of {update_seconds}: {}, not {expected}",
+                steady.seconds
+            );
+            let is_hidden = !holder.tier().is_device() && update_seconds > 0.0;
+            assert_eq!(steady.seconds < alone.seconds - 1e-9, is_hidden, "{holder:?}, {update_seconds}");
+            let ends = steady.spans.iter().flatten().map(|span| span.end);
+            assert!(ends.fold(0.0, f64::max) <= steady.seconds + 1e-9);
+        }
+    }
+}
+
+/// Where nothing is left under way a step is like any other.
+#[test]
+fn steps_that_leave_nothing_behind_are_played_once() {
+    let (mut leaving, mut others) = (0, 0);
+    for seed in 0..400 {
+        let mut draw = Draw::new(seed);
+        let (chain, sequence) = draw::model(&mut draw);
+        let step = draw::step(&mut draw, sequence);
+        let plan = draw::table(&chain, step, 4, &mut draw);
+        let layout = Layout::new(&plan, &chain);
+        let programs = compile(&plan, &chain, Purpose::Train).unwrap();
+        let played = |alone| {
+            simulate(&programs, &layout, &AnyDelay { seed }, Settings { alone, ..Settings::default() })
+                .unwrap()
+        };
+        let (steady, alone) = (played(false), played(true));
+        if programs.iter().all(|program| program.left_behind().is_empty()) {
+            assert_eq!((steady.seconds, steady.spans), (alone.seconds, alone.spans), "seed {seed}");
+            others += 1;
+        } else {
+            leaving += 1;
+        }
+    }
+    assert!(leaving > 50 && others > 50, "{leaving} and {others} tables");
 }

@@ -24,7 +24,8 @@ impl Executor {
         Ok(collective::sum_f64(fabric, members, numbers, tag)?)
     }
 
-    /// What is here of a tensor's slice: its parameters (0) or one of the optimizer's states (from 1).
+    /// What is here of a tensor's slice: its parameters (0) or one of the optimizer's states (from 1). After a step that may
+    /// have left updates under way, [`Executor::catch_up`] comes first.
     pub fn held(&self, share: &Share, part: usize) -> Result<Cow<'_, [f32]>> {
         let (found, within) = self.state.tensors[share.tensor].find(share.holder.tier(), share.slice);
         Ok(match found.get(&self.tiers, part)? {

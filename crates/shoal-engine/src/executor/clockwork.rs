@@ -49,10 +49,10 @@ impl Clockwork {
         self.last_end = Some(end);
     }
 
-    pub(super) fn note(&mut self, instruction: &Instruction, start: Instant, end: Instant) {
+    pub(super) fn note(&mut self, id: u32, start: Instant, end: Instant) {
         if self.traces {
             let (start, end) = (seconds(start), seconds(end));
-            self.traced.push(Traced { id: instruction.id, start, end });
+            self.traced.push(Traced { id, start, end });
         }
     }
 }

@@ -14,7 +14,6 @@ use shoal_plan::{GatheredPart, Instruction, Layout, Moved, Op, Pass, Samples};
 
 use super::Executor;
 use super::step::{Step, Stored};
-use super::tiers::Terms;
 use super::transfers::{Circle, Source, Way, exchange, fetch, gather, receive, send};
 use crate::error::{EngineError, Result};
 use crate::state::{Gathered, Kept, compute_room, copy_element};
@@ -123,13 +122,6 @@ impl Executor {
                     let device = executor.device.clone();
                     Ok(device.set_scalar(&mut executor.norm_squared, sums[0])?)
                 })
-            }
-            Op::Update { tensor, at } => {
-                let update = self.start_update(&Terms::of(step.input), tensor, at)?;
-                Ok(Box::new(move || {
-                    let updates = update();
-                    Box::new(move |executor, _| executor.put_back(updates))
-                }))
             }
             _ => Err(EngineError::Movement { instruction: instruction.to_string() }),
         }

@@ -33,6 +33,17 @@ impl Progress {
         Progress { terms, reduced: false, has_loss: false, has_norm: false, targets: 0 }
     }
 
+    /// One that has ended but for some of its updates.
+    pub(super) fn owed(terms: Terms) -> Progress {
+        // Its sums are no longer on the device: they were noted at its end.
+        Progress { terms, reduced: true, has_loss: false, has_norm: false, targets: 0 }
+    }
+
+    /// Whether it is that of a step.
+    pub(super) fn is_of(&self, terms: &Terms) -> bool {
+        self.terms.step == terms.step
+    }
+
     fn closing(&self, scalars: &[f64]) -> Closing {
         Closing {
             step: self.terms.step,
@@ -69,8 +80,10 @@ impl Executor {
         }
     }
 
-    /// Where the slices stand that are here.
-    pub fn standing(&self) -> Result<Standing> {
+    /// Where the slices stand that are here, once what was left under way has ended. An update that failed shows in it; why
+    /// it did is what the next step fails with, unless all is settled before.
+    pub fn standing(&mut self) -> Result<Standing> {
+        self.wait_for_updates();
         // Whatever failed on the device shows here.
         self.device.wait()?;
         let mut slices = Vec::new();
@@ -129,6 +142,7 @@ impl Executor {
             applied?;
         }
         self.drop_remains()?;
+        self.forget_failures();
         self.closed = closing;
         Ok(())
     }
@@ -151,7 +165,7 @@ impl Executor {
         }
         for at in [Tier::Host, Tier::Disk] {
             for tensor in owed(self, at) {
-                let updates = self.start_update(terms, tensor, at)?();
+                let updates = self.start_update(terms, tensor, at)?(true);
                 self.put_back(updates)?;
             }
         }

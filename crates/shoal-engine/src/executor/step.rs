@@ -34,6 +34,9 @@ pub struct StepInput<'a> {
     pub batch_statistics: bool,
     /// The next step's samples, where they are known: they are read while the device works on this one's.
     pub next: Option<&'a dyn Batch>,
+    /// Whether this step may end while its updates in host memory and on disks are under way: what comes next is a
+    /// training step, or [`Executor::catch_up`](super::Executor::catch_up).
+    pub leaves_updates: bool,
 }
 
 impl<'a> StepInput<'a> {
@@ -55,6 +58,7 @@ impl<'a> StepInput<'a> {
             batch,
             batch_statistics: false,
             next: None,
+            leaves_updates: false,
         }
     }
 
@@ -70,6 +74,7 @@ impl<'a> StepInput<'a> {
             batch,
             batch_statistics: false,
             next: None,
+            leaves_updates: false,
         }
     }
 }

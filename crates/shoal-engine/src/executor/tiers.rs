@@ -8,7 +8,7 @@ use shoal_plan::{Holder, Tier};
 use super::Executor;
 use super::step::{Step, StepInput};
 use crate::disk::DiskSlice;
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::state::{Held, HeldSlice, Kept, SliceTensors, SumRoom, SumSlice};
 
 /// What an update is given beside tensors and the step's closing sums.
@@ -184,13 +184,14 @@ impl Executor {
         applied
     }
 
-    /// The update of a tensor's slices in another memory: what is to be done on any thread, and then here.
+    /// The update of a tensor's slices in another memory: what is to be done on any thread, if it still may by then, and then
+    /// here.
     pub(super) fn start_update(
         &mut self,
         terms: &Terms,
         tensor: usize,
         at: Tier,
-    ) -> Result<impl FnOnce() -> Updates + Send + use<>> {
+    ) -> Result<impl FnOnce(bool) -> Updates + Send + use<>> {
         let (terms, kind) = (*terms, self.kind(terms, tensor));
         let decided = self.device.scalars(&[&self.loss, &self.norm_squared])?;
         let mut slices = Vec::new();
@@ -201,9 +202,12 @@ impl Executor {
             slices.push((place, std::mem::replace(&mut held.kept, Kept::Lent), sum));
         }
         let host = self.tiers.host.clone();
-        Ok(move || {
+        Ok(move |may_go_on: bool| {
             let slices = slices.into_iter().map(|(place, kept, sum)| {
-                let (kept, applied, result) = update_slice(&host, &terms, kind, &decided, kept, sum.as_ref());
+                let (kept, applied, result) = match may_go_on {
+                    true => update_slice(&host, &terms, kind, &decided, kept, sum.as_ref()),
+                    false => (kept, false, Err(EngineError::Stopped)),
+                };
                 UpdatedSlice { place, kept, applied, result }
             });
             Updates { tensor, slices: slices.collect() }

@@ -1,30 +1,23 @@
 //! A device's way through its list: instructions start in its order, each when what it comes after has finished and its
 //! lane is free; those that may start ahead do so as soon as they can. What only computes is done here and now. The rest
-//! is under way elsewhere meanwhile, and lands between two instructions.
+//! is under way elsewhere meanwhile, and lands between two instructions. What the step before has left under way lands
+//! here too: instructions that touch its tensors come after it.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
 
+use shoal_plan::effects::effects;
 use shoal_plan::{Instruction, Lane, Layout, Op, Program, Purpose, Tier};
 
+use super::behind::{Ended, Ending};
 use super::clockwork::wait_until;
-use super::moves::Land;
 use super::replay::only_computes;
 use super::settle::Progress;
 use super::step::{Step, StepInput, StepOutcome};
 use super::tiers::Terms;
 use super::{Executor, Replay};
 use crate::error::{EngineError, Result};
-
-/// How a job ended, and when: what is left to do here, or what it panicked with.
-struct Ended {
-    place: usize,
-    landing: std::thread::Result<Land>,
-    start: Instant,
-    end: Instant,
-}
 
 /// How far a program has come.
 struct Course<'a> {
@@ -38,20 +31,28 @@ struct Course<'a> {
     waiting: Vec<usize>,
     /// Lanes that are busy with an instruction elsewhere.
     busy: Vec<Lane>,
+    /// Movements that have not landed.
     under_way: usize,
-    ends: Sender<Ended>,
-    ended: Receiver<Ended>,
+    /// Tensors that updates of the step before are still at, once for each.
+    held_up: Vec<usize>,
+    /// Tensors that each instruction touches, where some are held up.
+    touched: Vec<Vec<usize>>,
 }
 
 impl<'a> Course<'a> {
-    fn new(program: &'a Program) -> Course<'a> {
+    fn new(program: &'a Program, layout: Option<&Layout>, held_up: Vec<usize>) -> Course<'a> {
         let instructions = &program.instructions[..];
         let mut early = vec![Vec::new(); instructions.len()];
         for (place, instruction) in instructions.iter().enumerate().filter(|(_, next)| next.ahead > 0) {
             early[place.saturating_sub(instruction.ahead as usize)].push(place);
         }
-        let (ends, ended) = channel();
+        let touched = |layout: &Layout| -> Vec<Vec<usize>> {
+            let touched = |next: &Instruction| effects(&next.op, layout, program.device).touches().collect();
+            instructions.iter().map(touched).collect()
+        };
         Course {
+            touched: layout.filter(|_| !held_up.is_empty()).map(touched).unwrap_or_default(),
+            held_up,
             instructions,
             place_of: instructions.iter().enumerate().map(|(place, next)| (next.id, place)).collect(),
             is_started: vec![false; instructions.len()],
@@ -60,16 +61,21 @@ impl<'a> Course<'a> {
             waiting: Vec::new(),
             busy: Vec::new(),
             under_way: 0,
-            ends,
-            ended,
         }
     }
 
-    /// Whether what it comes after has finished and its lane is free.
+    /// Whether what it comes after has finished and its lane is free; in a line it need not be.
     fn may_start(&self, place: usize) -> bool {
         let instruction = &self.instructions[place];
         let done = |id: &u32| self.place_of.get(id).is_some_and(|place| self.is_finished[*place]);
-        !self.busy.contains(&instruction.lane) && instruction.after.iter().all(done)
+        let has_lane = instruction.op.line().is_some() || !self.busy.contains(&instruction.lane);
+        has_lane && instruction.after.iter().all(done) && !self.is_held_up(place)
+    }
+
+    /// Whether it touches what the step before is still at.
+    fn is_held_up(&self, place: usize) -> bool {
+        let touched = self.touched.get(place).filter(|_| !self.held_up.is_empty());
+        touched.is_some_and(|touched| touched.iter().any(|tensor| self.held_up.contains(tensor)))
     }
 
     /// How many instructions from a place on can be handed to the device together.
@@ -80,9 +86,16 @@ impl<'a> Course<'a> {
                 earlier.is_some_and(|at| self.is_finished[*at] || (place..*next).contains(at))
             };
             let instruction = &self.instructions[*next];
-            like(instruction) && instruction.after.iter().all(done)
+            like(instruction) && instruction.after.iter().all(done) && !self.is_held_up(*next)
         };
         (place..self.instructions.len()).take_while(ready).count()
+    }
+
+    /// An update of the step before has landed.
+    fn let_go(&mut self, tensor: usize) {
+        if let Some(place) = self.held_up.iter().position(|held_up| *held_up == tensor) {
+            self.held_up.swap_remove(place);
+        }
     }
 
     fn finish(&mut self, places: std::ops::Range<usize>) {
@@ -124,21 +137,33 @@ impl Executor {
         if step.training {
             self.progress = Some(Progress::of(input));
         }
-        let mut course = Course::new(program);
+        let mut course = Course::new(program, layout, self.behind.tensors());
         let walked = self.start_all(&mut course, &mut step);
         if let (Err(error), Some(fabric)) = (&walked, &self.fabric) {
             // Those who wait for this device end too; so do our own threads, which then give back what they have.
             fabric.abort(&error.to_string());
         }
         // After a failure what else fails is a consequence.
-        let landed = self.land_all(&mut course, &mut step);
-        walked.and(landed)?;
-        // The device has its work; what the next step needs is read and sent behind it.
-        if let Some(next) = input.next.filter(|_| self.held.is_empty() && layout.is_none()) {
-            self.read_ahead(program, input.step + 1, next)?;
+        let mut result = walked.and(self.land_all(&mut course, &mut step));
+        if result.is_err() || !step.training || !input.leaves_updates {
+            let caught_up = self.catch_up();
+            result = result.and(caught_up);
         }
-        self.finish(&mut step)?;
+        result?;
+        if let Err(error) = self.close(&mut step, program) {
+            self.wait_for_updates();
+            return Err(error);
+        }
         Ok(step.outcome)
+    }
+
+    /// The end of a step whose instructions are all done, or left under way.
+    fn close(&mut self, step: &mut Step, program: &Program) -> Result {
+        // The device has its work; what the next step needs is read and sent behind it.
+        if let Some(next) = step.input.next.filter(|_| self.held.is_empty() && step.layout.is_none()) {
+            self.read_ahead(program, step.input.step + 1, next)?;
+        }
+        self.finish(step)
     }
 
     fn start_all(&mut self, course: &mut Course, step: &mut Step) -> Result {
@@ -210,19 +235,23 @@ impl Executor {
         } else if instruction.lane == Lane::Compute || matches!(instruction.op, Op::Load { .. }) {
             self.execute(step, instruction)?;
             1
+        } else if instruction.op.line().is_some() {
+            self.line_up(step, instruction, place)?;
+            course.is_started[place] = true;
+            return Ok(1);
         } else {
             self.note_begun(&instruction.op);
             let job = self.start_move(step, instruction)?;
-            let ends = course.ends.clone();
+            let (ends, run, id) = (self.behind.ends.clone(), self.runs, instruction.id);
             let lasts = self.clockwork.duration(instruction, step.training);
             let lasts = lasts.filter(|_| instruction.lane != Lane::Network);
             let work = move || {
-                let landing = catch_unwind(AssertUnwindSafe(job));
+                let ending = Ending::Moved(catch_unwind(AssertUnwindSafe(job)));
                 if let Some(lasts) = lasts {
                     wait_until(start + lasts);
                 }
                 // Whoever started it waits for it; if not, there is nobody to tell.
-                let _ = ends.send(Ended { place, landing, start, end: Instant::now() });
+                let _ = ends.send(Ended { run, place, id, ending, start, end: Instant::now() });
             };
             self.lanes.start(work).map_err(|source| EngineError::Thread { source })?;
             course.under_way += 1;
@@ -237,7 +266,7 @@ impl Executor {
         if self.clockwork.traces {
             self.device.wait()?;
             let end = Instant::now();
-            done.iter().for_each(|instruction| self.clockwork.note(instruction, start, end));
+            done.iter().for_each(|instruction| self.clockwork.note(instruction.id, start, end));
         }
         done.iter().for_each(|instruction| self.note_done(step, &instruction.op));
         course.finish(place..place + count);
@@ -246,7 +275,7 @@ impl Executor {
 
     /// Lands whatever has ended.
     fn land_ended(&mut self, course: &mut Course, step: &mut Step) -> Result {
-        while let Ok(ended) = course.ended.try_recv() {
+        while let Ok(ended) = self.behind.ended.try_recv() {
             self.land(course, step, ended)?;
         }
         Ok(())
@@ -254,8 +283,9 @@ impl Executor {
 
     /// Waits for something to end.
     fn land_next(&mut self, course: &mut Course, step: &mut Step) -> Result {
-        assert!(course.under_way > 0, "an instruction waits for one that never starts");
-        let ended = course.ended.recv().expect("the course keeps a way in");
+        let is_any = course.under_way > 0 || !self.behind.is_empty();
+        assert!(is_any, "an instruction waits for one that never starts");
+        let ended = self.behind.ended.recv().expect("the executor keeps a way in");
         self.land(course, step, ended)
     }
 
@@ -273,12 +303,22 @@ impl Executor {
     }
 
     fn land(&mut self, course: &mut Course, step: &mut Step, ended: Ended) -> Result {
-        let Ended { place, landing, start, end } = ended;
+        let Ended { run, place, id, ending, start, end } = ended;
+        let landing = match ending {
+            Ending::Moved(landing) => landing,
+            Ending::Updated { tensor, .. } => {
+                match run == self.runs {
+                    true => course.is_finished[place] = true,
+                    false => course.let_go(tensor),
+                }
+                return self.land_update(Ended { run, place, id, ending, start, end });
+            }
+        };
         let instruction = &course.instructions[place];
         course.under_way -= 1;
         course.is_finished[place] = true;
         course.busy.retain(|busy| *busy != instruction.lane);
-        self.clockwork.note(instruction, start, end);
+        self.clockwork.note(id, start, end);
         match landing {
             Ok(land) => land(self, step)?,
             Err(panic) => resume_unwind(panic),

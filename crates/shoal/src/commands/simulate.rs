@@ -68,7 +68,7 @@ pub fn run(options: Options) -> Result {
     let programs = compile_paced(&plan, &chain, Purpose::Train, &world)?;
     verify_all(&programs, &plan, &chain, Purpose::Train)?;
     let jitter = (options.jitter > 0.0).then_some(Jitter { seed: options.seed, most: options.jitter });
-    let simulated = simulate(&programs, &layout, &world, Settings { jitter, memory: false })?;
+    let simulated = simulate(&programs, &layout, &world, Settings { jitter, ..Settings::default() })?;
     if let Some(path) = &options.against {
         let meetings = Meetings::new(&programs, &layout)?;
         let trace = Trace::read(path)?;

@@ -314,10 +314,11 @@ impl Trial {
         let started = Instant::now();
         let mut loss = f64::NAN;
         let layout = self.streams.then(|| Layout::new(&self.planned.plan, &self.chain));
-        for _ in 0..steps {
+        for number in 1..=steps {
             let input = StepInput {
                 loss_scale: self.loss_scale,
                 next: Some(&*self.data),
+                leaves_updates: number < steps,
                 ..StepInput::train(self.step, 0, self.optimizer.lr, &self.optimizer, &*self.data)
             };
             loss = self.executor.run_in(layout.as_ref(), &self.planned.program, &input)?.loss();

@@ -1,7 +1,7 @@
 //! A real step beside the simulated one, instruction by instruction. What matters of an instruction is how much later it
 //! ended than foreseen beyond what it was already late by when it could start: that is its own doing, the rest is others'.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use serde_json::json;
 use shoal_plan::{Meetings, Plan, Program};
@@ -150,9 +150,15 @@ struct Ends {
 
 impl Ends {
     fn new(step: &[Vec<shoal_engine::Traced>], programs: &[Program], stretch: f64) -> Ends {
-        let all = || step.iter().flatten();
-        let first = all().map(|traced| traced.start).fold(f64::INFINITY, f64::min);
-        let last = all().map(|traced| traced.end).fold(first, f64::max);
+        // Updates that wait in a line may be the step's before, or outlast this one.
+        let own = programs.iter().zip(step).flat_map(|(program, traced)| {
+            let in_line = program.instructions.iter().filter(|next| next.op.line().is_some());
+            let in_line: HashSet<u32> = in_line.map(|next| next.id).collect();
+            traced.iter().filter(move |traced| !in_line.contains(&traced.id))
+        });
+        let own: Vec<_> = own.collect();
+        let first = own.iter().map(|traced| traced.start).fold(f64::INFINITY, f64::min);
+        let last = own.iter().map(|traced| traced.end).fold(first, f64::max);
         let of = programs.iter().zip(step).map(|(program, traced)| {
             let ends: HashMap<u32, f64> = traced.iter().map(|traced| (traced.id, traced.end)).collect();
             let end = |id: &u32| ends.get(id).map(|end| (end - first) / stretch);
