@@ -276,7 +276,8 @@ fn a_step_takes_as_long_as_simulated() {
         simulate(&programs, &layout, &Played, settings).unwrap().seconds
     };
     let (predicted, alone) = (played(false), played(true));
-    assert!(predicted < 0.8 * alone, "{predicted} of {alone} s");
+    // More than measurements below may be off by: a device that waited for its updates would be found out.
+    assert!(alone > 1.12 * predicted, "{predicted} and {alone} s");
     let mut member = Member::new(&layout, &programs[0], None, disk.path());
     let pace = programs[0].instructions.iter().map(|instruction| Played::lasts(&instruction.op));
     member.executor.set_pace(pace.collect());
