@@ -405,10 +405,7 @@ pub fn share_executor(
 ) -> Result<Executor> {
     let layout = Layout::new(plan, chain);
     let mut state = ModelState::allocate_share(&tiers, &layout, index, Some(&job.optimizer))?;
-    if let Some(why) = tiers.host.arena().refusal() {
-        eprintln!("note: host memory cannot be page-locked, and is slower to copy ({why})");
-        eprintln!("hint: raise the limit on locked memory (ulimit -l)");
-    }
+    spill::tell_refusal(&tiers);
     if set_parameters {
         set_initial(job, chain, |set| Ok(state.load(&tiers, chain, &[], 0, |spec, _, out| set(spec, out))?))?;
     }

@@ -6,6 +6,7 @@ use std::path::Path;
 use shoal_engine::Tiers;
 use shoal_fleet::catalogue::{self, CPU};
 use shoal_fleet::{Costs, Fleet};
+use shoal_kernels::Device;
 use shoal_model::{Chain, Precision};
 use shoal_plan::{Plan, Planned, StepShape, Tier};
 use shoal_planner::{GPU_PROCESS_BYTES, spilled};
@@ -79,6 +80,14 @@ pub fn tiers(
     }
     let opened = device.open(precision, deterministic)?;
     Ok(Tiers::around(opened, "host", device.threads, around.host_bytes, folder)?)
+}
+
+/// Says so where the state's host memory was to be page-locked and is not.
+pub fn tell_refusal(tiers: &Tiers) {
+    if let Some(why) = tiers.host.arena().refusal() {
+        eprintln!("note: host memory cannot be page-locked, and is slower to copy ({why})");
+        eprintln!("hint: raise the limit on locked memory (ulimit -l)");
+    }
 }
 
 #[cfg(test)]

@@ -282,6 +282,7 @@ impl Trial {
         };
         let layout = Layout::new(&planned.plan, &chain);
         let mut state = ModelState::allocate_share(&tiers, &layout, 0, Some(&optimizer))?;
+        spill::tell_refusal(&tiers);
         state.load(&tiers, &chain, &[], 0, |spec, _, out| {
             init::fill(spec, 0, 0, out);
             Ok(())
