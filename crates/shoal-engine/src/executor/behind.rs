@@ -5,6 +5,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use shoal_plan::{Instruction, Tier};
@@ -43,7 +44,8 @@ pub(super) enum Ending {
 /// What is under way elsewhere.
 pub(super) struct Behind {
     pub(super) ends: Sender<Ended>,
-    pub(super) ended: Receiver<Ended>,
+    /// Behind a lock that nobody waits for: several threads may read an executor's state.
+    ended: Mutex<Receiver<Ended>>,
     host: Line,
     disk: Line,
     /// The run and the tensor of each update that has not landed.
@@ -57,12 +59,27 @@ pub(super) struct Behind {
 impl Default for Behind {
     fn default() -> Behind {
         let (ends, ended) = channel();
+        let ended = Mutex::new(ended);
         let (host, disk) = (Line::default(), Line::default());
         Behind { ends, ended, host, disk, updates: Vec::new(), owed: None, unsaid: None }
     }
 }
 
 impl Behind {
+    fn ended(&mut self) -> &mut Receiver<Ended> {
+        self.ended.get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next that ends.
+    pub(super) fn next_end(&mut self) -> Ended {
+        self.ended().recv().expect("the executor keeps a way in")
+    }
+
+    /// One that has ended, if there is one.
+    pub(super) fn past_end(&mut self) -> Option<Ended> {
+        self.ended().try_recv().ok()
+    }
+
     /// Tensors whose updates have not landed, once for each update.
     pub(super) fn tensors(&self) -> Vec<usize> {
         self.updates.iter().map(|(_, tensor)| *tensor).collect()
@@ -82,7 +99,7 @@ impl Behind {
 impl Drop for Behind {
     fn drop(&mut self) {
         for _ in 0..self.updates.len() {
-            let _ = self.ended.recv();
+            let _ = self.ended().recv();
         }
     }
 }
@@ -98,7 +115,7 @@ impl Executor {
     /// The same, where failures are told later.
     pub(super) fn wait_for_updates(&mut self) {
         while !self.behind.is_empty() {
-            let ended = self.behind.ended.recv().expect("the executor keeps a way in");
+            let ended = self.behind.next_end();
             if let Err(error) = self.land_update(ended) {
                 self.behind.unsaid.get_or_insert(error);
             }

@@ -305,9 +305,14 @@ impl Plan {
         let mut plan = Plan { description, a, b, addend, out, algorithms: Vec::new() };
         let mut others = Vec::new();
         for candidate in working {
-            match cluster(&candidate.algo).is_none_or(|shape| clusters.allow(shape)) {
-                true => plan.algorithms.push(candidate.algo),
-                false => others.extend(plan.alone(handle, key, candidate.algo)),
+            match cluster(&candidate.algo) {
+                Some(shape) if !clusters.allow(shape) => {
+                    let alone = plan.alone(handle, key, candidate.algo);
+                    // One that names no shape and cannot be given one knows no clusters.
+                    let none = shape == Shape::CUBLASLT_CLUSTER_SHAPE_AUTO as u16;
+                    others.extend(alone.or(none.then_some(candidate.algo)));
+                }
+                _ => plan.algorithms.push(candidate.algo),
             }
         }
         plan.algorithms.extend(others);
