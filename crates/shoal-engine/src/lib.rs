@@ -13,7 +13,7 @@
 //! - [`generate`]: what a trained model says next.
 //! - [`import`]: weights from a Hugging Face folder.
 //! - [`golden`]: comparison with a reference implementation.
-//! - [`rate`]: the device's measured matrix rate, against which speed is shown.
+//! - [`rate`]: measured rates: the device's, against which speed is shown, and its host's.
 
 pub mod disk;
 pub mod error;

@@ -1,11 +1,12 @@
-//! The device's measured matrix rate: the yardstick for "percent of peak". Measured on random data, because
-//! zeros can run faster than any training will.
+//! Measured rates. A device's matrix rate is the yardstick for "percent of peak", measured on random data, because
+//! zeros can run faster than any training will. A host's rate of updates says how long state that waits there takes.
 
 use std::time::{Duration, Instant};
 
 use shoal_kernels::device::Result;
 use shoal_kernels::random::fill_normal;
-use shoal_kernels::{Device, Element, Linear, Mat, MatMut, Tensor};
+use shoal_kernels::device::SCALAR_ELEMENTS;
+use shoal_kernels::{AdamW, CpuDevice, Device, Element, Guard, Linear, Mat, MatMut, Tensor, Updated};
 
 /// Rows, columns and depth of the measured product: the least of them, doubled up to the most while one
 /// product is too short to keep the whole device busy.
@@ -62,4 +63,52 @@ fn shortest(device: &dyn Device, element: Element, side: usize) -> Result<f64> {
         }
     });
     result.map(|()| best)
+}
+
+/// Parameters that are updated to measure how many are in a second: with their state far more than caches hold.
+const UPDATED: usize = 32 << 20;
+/// Updates, of which the quickest counts: the first one meets memory that nobody has touched.
+const UPDATES: u64 = 4;
+
+/// Parameters that AdamW updates in host memory in a second, with so many threads.
+pub fn host_updates_per_second(threads: usize) -> Result<f64> {
+    let bytes = 4 * (4 * UPDATED + 3 * SCALAR_ELEMENTS) as u64;
+    let host = CpuDevice::new("rate measurement", threads, bytes + CpuDevice::workspace_bytes(threads) + (1 << 20))?;
+    let filled = |value: f32, elements: usize| -> Result<Tensor> {
+        let mut tensor = Tensor::new(host.arena(), "rate measurement", elements)?;
+        host.write_floats(&mut tensor, &mut |out| out.fill(value))?;
+        Ok(tensor)
+    };
+    let (mut parameter, gradient) = (filled(0.1, UPDATED)?, filled(1e-3, UPDATED)?);
+    let mut state = [filled(0.0, UPDATED)?, filled(0.0, UPDATED)?];
+    let (mut loss, mut norm_squared) = (filled(0.0, SCALAR_ELEMENTS)?, filled(0.0, SCALAR_ELEMENTS)?);
+    host.set_scalar(&mut loss, 1.0)?;
+    host.set_scalar(&mut norm_squared, 1.0)?;
+    let mut best = f64::INFINITY;
+    for update in 1..=UPDATES {
+        let settings = AdamW { lr: 1e-4, beta1: 0.9, beta2: 0.95, eps: 1e-8, update };
+        let guard = Guard { norm_squared: &norm_squared, loss: &loss, scale: 1.0, clip_norm: Some(1.0) };
+        let updated = Updated {
+            gradient: &gradient,
+            state: &mut state,
+            parameter: &mut parameter,
+            copy: None,
+            weight_decay: 0.1,
+        };
+        let started = Instant::now();
+        host.adamw(&settings, guard, &mut [updated])?;
+        best = best.min(started.elapsed().as_secs_f64());
+    }
+    Ok(UPDATED as f64 / best)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_updates_some_parameters_in_a_second() {
+        let rate = host_updates_per_second(2).unwrap();
+        assert!(rate.is_finite() && rate > 1e6, "{rate}");
+    }
 }

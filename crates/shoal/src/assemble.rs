@@ -311,8 +311,8 @@ pub fn plan(job: &Job, chain: &Chain, device: &LocalDevice) -> Result<Planned> {
     // Of a processor's budget its host's memory is a part: there is nowhere else but the disk, which nobody asked for.
     if matches!(refused, PlanError::TooSmall { .. }) && device.gpu.is_some() {
         let around = spill::Around::of(&job.run_folder);
-        if let Some(planned) = spill::plan(chain, step_shape(job), device, around)? {
-            return Ok(planned);
+        if let Some(streamed) = spill::plan(chain, step_shape(job), device, around)? {
+            return Ok(streamed.planned);
         }
     }
     Err(refused.into())

@@ -3,8 +3,9 @@
 
 use std::path::Path;
 
-use shoal_engine::Tiers;
+use shoal_engine::{Tiers, rate};
 use shoal_fleet::catalogue::{self, CPU};
+use shoal_fleet::costs::HOST_UPDATE_BYTES;
 use shoal_fleet::{Costs, Fleet};
 use shoal_kernels::Device;
 use shoal_model::{Chain, Precision};
@@ -33,8 +34,15 @@ impl Around {
     }
 }
 
+/// A plan that streams a model through its device.
+pub struct Streamed {
+    pub planned: Planned,
+    /// Of a step, by public figures of the device and the host's measured rate.
+    pub seconds: f64,
+}
+
 /// The fastest plan of a model whose state does not all fit the device; none for a device that the catalogue does not know.
-pub fn plan(chain: &Chain, step: StepShape, device: &LocalDevice, around: Around) -> Result<Option<Planned>> {
+pub fn plan(chain: &Chain, step: StepShape, device: &LocalDevice, around: Around) -> Result<Option<Streamed>> {
     let kind = device.gpu.as_ref().map_or(CPU, |facts| &facts.model);
     if catalogue::find(kind).is_none() {
         return Ok(None);
@@ -42,10 +50,12 @@ pub fn plan(chain: &Chain, step: StepShape, device: &LocalDevice, around: Around
     // Plans set that aside again.
     let memory = device.budget_bytes + GPU_PROCESS_BYTES;
     let Around { host_bytes, disk_bytes } = around;
+    let host_rate = HOST_UPDATE_BYTES as f64 * rate::host_updates_per_second(device.threads)?;
     let mut fleet = format!(
-        "[[node]]\nname = \"{}\"\nhost_memory = \"{host_bytes} B\"\n\
+        "[[node]]\nname = \"{}\"\nhost_memory = \"{host_bytes} B\"\nhost_bandwidth = \"{:.3} GB/s\"\n\
          devices = [{{ kind = \"{kind}\", memory = \"{memory} B\" }}]\n",
         device.node(),
+        host_rate / 1e9,
     );
     if disk_bytes > 0 {
         fleet += &format!(
@@ -56,8 +66,8 @@ pub fn plan(chain: &Chain, step: StepShape, device: &LocalDevice, around: Around
     let costs = Costs::new(chain, &fleet, None, step.precision, step.sequence)?;
     let found = spilled::plan(chain, step, &fleet, &costs, 0)
         .map_err(|error| CliError::Said { sentence: error.to_string(), hint: error.hint() })?;
-    let spilled::Spilled { plan, program, memory, .. } = found;
-    Ok(Some(Planned { plan, program, memory }))
+    let spilled::Spilled { plan, program, memory, simulated, .. } = found;
+    Ok(Some(Streamed { planned: Planned { plan, program, memory }, seconds: simulated.seconds }))
 }
 
 /// Whether any state is elsewhere than in the device's own memory.

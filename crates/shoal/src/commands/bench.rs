@@ -17,6 +17,7 @@ use crate::job::bytes_text;
 use crate::machine;
 use crate::show::{flops_text, short};
 use crate::spill::Around;
+use crate::timeline::time_text;
 
 const PEER: &str = include_str!("peer.py");
 
@@ -195,6 +196,7 @@ pub fn run(options: Options) -> Result {
         theirs: None,
         loss,
         predicted: ours.planned.memory.total() + ours.held_bytes,
+        predicted_seconds: ours.predicted_seconds,
         counted: opened.arena().peak(),
         driver: opened.driver_bytes(),
         resident: machine::resident_peak_bytes().unwrap_or(0).saturating_sub(before),
@@ -266,6 +268,8 @@ struct Measured {
     theirs: Option<(f64, f64)>,
     loss: f64,
     predicted: u64,
+    /// Of a step that streams.
+    predicted_seconds: Option<f64>,
     counted: u64,
     driver: Option<u64>,
     resident: u64,
@@ -284,6 +288,7 @@ impl Measured {
             "precision": options.precision.name(), "device": device.kind(), "loss": self.loss,
             "mfu": self.mfu(), "matrix_flops_per_second": self.peak,
             "ratio": self.theirs.map(|theirs| self.ours / theirs.0),
+            "predicted_step_seconds": self.predicted_seconds,
             "memory": {
                 "predicted_bytes": self.predicted, "counted_bytes": self.counted,
                 "driver_bytes": self.driver, "resident_growth_bytes": self.resident,
@@ -349,6 +354,10 @@ impl Measured {
         if let Some((rate, bytes)) = self.theirs {
             row("PyTorch", rate, bytes_text(bytes as u64));
             println!("ratio      {:>10.3}", self.ours / rate);
+        }
+        if let Some(predicted) = self.predicted_seconds {
+            let off = 100.0 * (predicted * self.ours / self.per_step - 1.0);
+            println!("a step was predicted to take {} ({off:+.1} %)", time_text(predicted));
         }
         println!("{:.0}% of the measured matrix rate; loss {:.4}", 100.0 * self.mfu(), self.loss);
     }

@@ -245,6 +245,8 @@ pub struct Trial {
     /// What samples take that stay on the device.
     pub held_bytes: u64,
     pub planned: Planned,
+    /// Of a step that streams.
+    pub predicted_seconds: Option<f64>,
     /// Whether state is elsewhere than on the device.
     pub streams: bool,
     pub optimizer: OptimizerSettings,
@@ -265,13 +267,14 @@ impl Trial {
     ) -> Result<Trial> {
         let TrialSettings { batch, sequence, precision, deterministic, .. } = *settings;
         let (chain, optimizer) = (model.chain(), optimizer(model));
-        let planned = match plan(model, settings, device) {
+        let (planned, predicted_seconds) = match plan(model, settings, device) {
             Err(refused @ PlanError::TooSmall { .. }) => {
                 let streamed =
                     beside.map(|(around, _)| spill::plan(&chain, shape(model, settings), device, around));
-                streamed.transpose()?.flatten().ok_or(refused)?
+                let streamed = streamed.transpose()?.flatten().ok_or(refused)?;
+                (streamed.planned, Some(streamed.seconds))
             }
-            other => other?,
+            other => (other?, None),
         };
         let streams = spill::is_spilled(&planned.plan);
         let tiers = match beside.filter(|_| streams) {
@@ -307,7 +310,18 @@ impl Trial {
         }
         // A scale that does not overflow: skipped steps would be no training.
         let loss_scale = if precision == Precision::Fp16 { 1024.0 } else { 1.0 };
-        Ok(Trial { held_bytes, executor, chain, streams, planned, optimizer, data, loss_scale, step: 0 })
+        Ok(Trial {
+            held_bytes,
+            executor,
+            chain,
+            streams,
+            planned,
+            predicted_seconds,
+            optimizer,
+            data,
+            loss_scale,
+            step: 0,
+        })
     }
 
     /// Seconds that so many steps took, and the last one's loss.
