@@ -5,6 +5,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use shoal_plan::{Instruction, Tier};
@@ -43,7 +44,8 @@ pub(super) enum Ending {
 /// What is under way elsewhere.
 pub(super) struct Behind {
     pub(super) ends: Sender<Ended>,
-    pub(super) ended: Receiver<Ended>,
+    /// Only its owner receives; the lock lets others read what else an executor has.
+    ended: Mutex<Receiver<Ended>>,
     host: Line,
     disk: Line,
     /// The run and the tensor of each update that has not landed.
@@ -58,7 +60,7 @@ impl Default for Behind {
     fn default() -> Behind {
         let (ends, ended) = channel();
         let (host, disk) = (Line::default(), Line::default());
-        Behind { ends, ended, host, disk, updates: Vec::new(), owed: None, unsaid: None }
+        Behind { ends, ended: Mutex::new(ended), host, disk, updates: Vec::new(), owed: None, unsaid: None }
     }
 }
 
@@ -72,6 +74,20 @@ impl Behind {
         self.updates.is_empty()
     }
 
+    fn ended(&mut self) -> &mut Receiver<Ended> {
+        self.ended.get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for something to end.
+    pub(super) fn wait_for_end(&mut self) -> Ended {
+        self.ended().recv().expect("there is always a way in")
+    }
+
+    /// Something that has ended.
+    pub(super) fn next_ended(&mut self) -> Option<Ended> {
+        self.ended().try_recv().ok()
+    }
+
     /// Why an update failed, if nobody was told.
     pub(super) fn take_failure(&mut self) -> Option<EngineError> {
         self.unsaid.take()
@@ -81,8 +97,10 @@ impl Behind {
 /// Slices that are being updated belong to their executor's memory: it does not end before they do.
 impl Drop for Behind {
     fn drop(&mut self) {
-        for _ in 0..self.updates.len() {
-            let _ = self.ended.recv();
+        while !self.updates.is_empty() {
+            if let Ending::Updated { .. } = self.wait_for_end().ending {
+                self.updates.pop();
+            }
         }
     }
 }
@@ -98,7 +116,7 @@ impl Executor {
     /// The same, where failures are told later.
     pub(super) fn wait_for_updates(&mut self) {
         while !self.behind.is_empty() {
-            let ended = self.behind.ended.recv().expect("the executor keeps a way in");
+            let ended = self.behind.wait_for_end();
             if let Err(error) = self.land_update(ended) {
                 self.behind.unsaid.get_or_insert(error);
             }
