@@ -4,8 +4,8 @@
 use std::time::{Duration, Instant};
 
 use shoal_kernels::device::Result;
-use shoal_kernels::random::fill_normal;
 use shoal_kernels::device::SCALAR_ELEMENTS;
+use shoal_kernels::random::fill_normal;
 use shoal_kernels::{AdamW, CpuDevice, Device, Element, Guard, Linear, Mat, MatMut, Tensor, Updated};
 
 /// Rows, columns and depth of the measured product: the least of them, doubled up to the most while one
@@ -73,7 +73,8 @@ const UPDATES: u64 = 4;
 /// Parameters that AdamW updates in host memory in a second, with so many threads.
 pub fn host_updates_per_second(threads: usize) -> Result<f64> {
     let bytes = 4 * (4 * UPDATED + 3 * SCALAR_ELEMENTS) as u64;
-    let host = CpuDevice::new("rate measurement", threads, bytes + CpuDevice::workspace_bytes(threads) + (1 << 20))?;
+    let host =
+        CpuDevice::new("rate measurement", threads, bytes + CpuDevice::workspace_bytes(threads) + (1 << 20))?;
     let filled = |value: f32, elements: usize| -> Result<Tensor> {
         let mut tensor = Tensor::new(host.arena(), "rate measurement", elements)?;
         host.write_floats(&mut tensor, &mut |out| out.fill(value))?;

@@ -42,7 +42,12 @@ pub struct Streamed {
 }
 
 /// The fastest plan of a model whose state does not all fit the device; none for a device that the catalogue does not know.
-pub fn plan(chain: &Chain, step: StepShape, device: &LocalDevice, around: Around) -> Result<Option<Streamed>> {
+pub fn plan(
+    chain: &Chain,
+    step: StepShape,
+    device: &LocalDevice,
+    around: Around,
+) -> Result<Option<Streamed>> {
     let kind = device.gpu.as_ref().map_or(CPU, |facts| &facts.model);
     if catalogue::find(kind).is_none() {
         return Ok(None);

@@ -190,7 +190,7 @@ impl Timeline<'_> {
             .instructions
             .iter()
             .zip(spans)
-            .filter(|(instruction, _)| matches!(instruction.lane, Lane::Compute | Lane::Host) == computing)
+            .filter(|(instruction, _)| (instruction.lane == Lane::Compute) == computing)
             .filter_map(|(instruction, span)| Some((*span, Kind::of(instruction)?, instruction)))
             .collect();
         all.sort_by(|a, b| a.0.start.total_cmp(&b.0.start));

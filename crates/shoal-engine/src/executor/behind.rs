@@ -44,7 +44,7 @@ pub(super) enum Ending {
 /// What is under way elsewhere.
 pub(super) struct Behind {
     pub(super) ends: Sender<Ended>,
-    /// Behind a lock that nobody waits for: several threads may read an executor's state.
+    /// Only its owner receives; the lock lets others read what else an executor has.
     ended: Mutex<Receiver<Ended>>,
     host: Line,
     disk: Line,
@@ -59,27 +59,12 @@ pub(super) struct Behind {
 impl Default for Behind {
     fn default() -> Behind {
         let (ends, ended) = channel();
-        let ended = Mutex::new(ended);
         let (host, disk) = (Line::default(), Line::default());
-        Behind { ends, ended, host, disk, updates: Vec::new(), owed: None, unsaid: None }
+        Behind { ends, ended: Mutex::new(ended), host, disk, updates: Vec::new(), owed: None, unsaid: None }
     }
 }
 
 impl Behind {
-    fn ended(&mut self) -> &mut Receiver<Ended> {
-        self.ended.get_mut().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The next that ends.
-    pub(super) fn next_end(&mut self) -> Ended {
-        self.ended().recv().expect("the executor keeps a way in")
-    }
-
-    /// One that has ended, if there is one.
-    pub(super) fn past_end(&mut self) -> Option<Ended> {
-        self.ended().try_recv().ok()
-    }
-
     /// Tensors whose updates have not landed, once for each update.
     pub(super) fn tensors(&self) -> Vec<usize> {
         self.updates.iter().map(|(_, tensor)| *tensor).collect()
@@ -87,6 +72,20 @@ impl Behind {
 
     pub(super) fn is_empty(&self) -> bool {
         self.updates.is_empty()
+    }
+
+    fn ended(&mut self) -> &mut Receiver<Ended> {
+        self.ended.get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for something to end.
+    pub(super) fn wait_for_end(&mut self) -> Ended {
+        self.ended().recv().expect("there is always a way in")
+    }
+
+    /// Something that has ended.
+    pub(super) fn next_ended(&mut self) -> Option<Ended> {
+        self.ended().try_recv().ok()
     }
 
     /// Why an update failed, if nobody was told.
@@ -98,8 +97,10 @@ impl Behind {
 /// Slices that are being updated belong to their executor's memory: it does not end before they do.
 impl Drop for Behind {
     fn drop(&mut self) {
-        for _ in 0..self.updates.len() {
-            let _ = self.ended().recv();
+        while !self.updates.is_empty() {
+            if let Ending::Updated { .. } = self.wait_for_end().ending {
+                self.updates.pop();
+            }
         }
     }
 }
@@ -115,7 +116,7 @@ impl Executor {
     /// The same, where failures are told later.
     pub(super) fn wait_for_updates(&mut self) {
         while !self.behind.is_empty() {
-            let ended = self.behind.next_end();
+            let ended = self.behind.wait_for_end();
             if let Err(error) = self.land_update(ended) {
                 self.behind.unsaid.get_or_insert(error);
             }

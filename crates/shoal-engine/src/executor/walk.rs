@@ -275,7 +275,7 @@ impl Executor {
 
     /// Lands whatever has ended.
     fn land_ended(&mut self, course: &mut Course, step: &mut Step) -> Result {
-        while let Some(ended) = self.behind.past_end() {
+        while let Some(ended) = self.behind.next_ended() {
             self.land(course, step, ended)?;
         }
         Ok(())
@@ -285,7 +285,7 @@ impl Executor {
     fn land_next(&mut self, course: &mut Course, step: &mut Step) -> Result {
         let is_any = course.under_way > 0 || !self.behind.is_empty();
         assert!(is_any, "an instruction waits for one that never starts");
-        let ended = self.behind.next_end();
+        let ended = self.behind.wait_for_end();
         self.land(course, step, ended)
     }
 
