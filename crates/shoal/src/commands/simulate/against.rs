@@ -63,9 +63,12 @@ impl<'a> Comparison<'a> {
         for (number, program) in programs.iter().enumerate() {
             let place_of: HashMap<u32, usize> =
                 program.instructions.iter().enumerate().map(|(place, next)| (next.id, place)).collect();
+            // What these came after was in the step before.
+            let left_behind = program.left_behind();
             let mut on_lane = HashMap::new();
             for (place, instruction) in program.instructions.iter().enumerate() {
-                let before = instruction.after.iter().filter_map(|id| late[number][*place_of.get(id)?]);
+                let after = if left_behind.contains(&place) { &[][..] } else { &instruction.after };
+                let before = after.iter().filter_map(|id| late[number][*place_of.get(id)?]);
                 let previous = on_lane.insert(instruction.lane, place).and_then(|place| late[number][place]);
                 // A movement cannot end before its partners could start it.
                 let partners = meetings.of((number, place)).into_iter().flat_map(|meeting| {
