@@ -312,7 +312,10 @@ proptest! {
     #[test]
     fn gelu(kind in gelus(), elements in 1usize..500, spread in 0.5f32..3.0, threads in 1usize..=3, seed: u64) {
         let device = device(threads);
-        let x: Vec<f32> = normal(seed, "x", elements).iter().map(|x| x * spread).collect();
+        let mut x: Vec<f32> = normal(seed, "x", elements).iter().map(|x| x * spread).collect();
+        // Far below zero the function is a difference of numbers near each other, whose rounding drowns the slope: one
+        // element at least lies elsewhere.
+        x[0] = x[0].abs();
         let c = normal(seed, "c", elements);
         let (mut input, mut gradient) = (tensor(&device, &x), tensor(&device, &c));
         device.gelu_backward(kind, &mut input, &mut gradient).unwrap();
