@@ -5,8 +5,9 @@ mod common;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{HOST_BYTES, RandomBatch, classes, fill};
@@ -299,6 +300,24 @@ fn state_after(steps: u64, layout: &Layout, program: &Program, disk: &Path) -> B
     member.bits()
 }
 
+/// Whether it is an update that asks whether it may go on: those in a line have threads of their own.
+fn is_update() -> bool {
+    std::thread::current().name() == Some("lane")
+}
+
+/// Updates in lines wait until what this gives is dropped.
+fn hold_updates(executor: &mut Executor) -> Sender<()> {
+    let (held, waits) = channel();
+    let waits = Mutex::new(waits);
+    executor.set_gate(Some(Arc::new(move || {
+        if is_update() {
+            waits.lock().unwrap().recv().unwrap_err();
+        }
+        true
+    })));
+    held
+}
+
 /// An update that finds no room in its host's memory fails the step that runs beside it. The slice is as it was, and the
 /// update is made up for when there is room.
 #[test]
@@ -310,16 +329,12 @@ fn an_update_that_fails_beside_the_next_step_fails_it_and_can_be_made_up_for() {
     let host_bytes = CpuDevice::workspace_bytes(1) + (1 << 20);
     for says_first in [false, true] {
         let mut member = Member::with_host(&layout, program, None, disk.path(), host_bytes);
-        member.executor.set_pace(slow_updates(program, Duration::from_millis(20)));
+        let held = hold_updates(&mut member.executor);
         member.step(&layout, program, 0, true).unwrap();
-        // Updates whose turn has not come will not have what they need.
         let arena = member.tiers.host.arena();
-        let hog = loop {
-            let free = arena.budget() - arena.used();
-            if let Ok(hog) = Tensor::new(arena, "whatever else is there", free as usize / 4 - 64) {
-                break hog;
-            }
-        };
+        let free = (arena.budget() - arena.used()) as usize;
+        let hog = Tensor::new(arena, "whatever else is there", free / 4 - 64).unwrap();
+        drop(held);
         if says_first {
             let standing = member.executor.standing().unwrap();
             assert!(standing.reduced && standing.step == 0, "{standing:?}");
@@ -330,6 +345,7 @@ fn an_update_that_fails_beside_the_next_step_fails_it_and_can_be_made_up_for() {
         assert!(standing.reduced && standing.step == 0, "{standing:?}");
         assert_eq!(standing.closing.map(|closing| closing.step), Some(0));
         drop(hog);
+        member.executor.set_gate(None);
         member.executor.settle(1, None).unwrap();
         assert!(member.bits() == state_after(1, &layout, program, disk.path()));
         member.step(&layout, program, 1, false).unwrap();
@@ -345,16 +361,14 @@ fn updates_ask_whether_they_may_go_on() {
     let layout = Layout::new(&plan, &chain);
     let program = &compile(&plan, &chain, Purpose::Train).unwrap()[0];
     let mut member = Member::new(&layout, program, None, disk.path());
-    let may_go_on = Arc::new(AtomicBool::new(true));
-    let asked = may_go_on.clone();
-    member.executor.set_gate(Some(Arc::new(move || asked.load(Ordering::SeqCst))));
-    member.executor.set_pace(slow_updates(program, Duration::from_millis(20)));
+    let asked = AtomicUsize::new(0);
+    member
+        .executor
+        .set_gate(Some(Arc::new(move || !is_update() || asked.fetch_add(1, Ordering::SeqCst) < 3)));
     member.step(&layout, program, 0, true).unwrap();
-    may_go_on.store(false, Ordering::SeqCst);
     assert!(matches!(member.executor.catch_up(), Err(EngineError::Stopped)));
     let standing = member.executor.standing().unwrap();
-    assert!(standing.reduced && standing.step == 0, "{standing:?}");
-    may_go_on.store(true, Ordering::SeqCst);
+    assert!(standing.applied && standing.reduced && standing.step == 0, "{standing:?}");
     member.executor.settle(1, None).unwrap();
     assert!(member.bits() == state_after(1, &layout, program, disk.path()));
 }
@@ -386,6 +400,7 @@ fn who_loses_another_ends_its_updates_before_it_says_where_it_stands() {
         let (lost, kept) = (fabrics.pop().unwrap(), fabrics.pop().unwrap());
         let mut member = Member::new(&layout, &programs[0], Some(kept), disk.path());
         member.executor.set_pace(slow_updates(&programs[0], EACH));
+        let held = hold_updates(&mut member.executor);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let mut member = Member::new(&layout, &programs[1], Some(lost), disk.path());
@@ -396,7 +411,8 @@ fn who_loses_another_ends_its_updates_before_it_says_where_it_stands() {
         });
         let slices = member.executor.state.tensors.iter().flat_map(|held| &held.slices);
         let behind = slices.filter(|slice| slice.version == 0).count();
-        assert!(behind > 0, "seed {seed}: no update was under way");
+        assert!(behind >= programs[0].left_behind().len(), "seed {seed}: {behind} updates are under way");
+        drop(held);
         assert!(matches!(member.step(&layout, &programs[0], 1, true), Err(EngineError::Net(_))));
         let standing = member.executor.standing().unwrap();
         assert_eq!((standing.step, standing.applied), (1, false), "seed {seed}");
