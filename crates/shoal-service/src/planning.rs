@@ -1,6 +1,7 @@
 //! Asking the planner, beside everything else: a plan may take a second, and heartbeats do not wait. A few threads answer
-//! questions; a job's newer question replaces one that nobody has begun. Where there is none, the planner looks ahead: a
-//! plan that is known before a worker is lost is time that training does not stand still.
+//! questions; a job's newer question replaces one that nobody has begun. Where there is none, another one looks ahead: a
+//! plan that is known before a worker is lost is time that training does not stand still. It gives way to whoever else
+//! wants its core, for workers may be on this machine too.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,8 +10,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use shoal_control::controller::{Keeping, Proposal};
 use shoal_control::message::{JobId, Plan, WorkerId};
 
-/// Threads that plan at a time.
+/// Threads that answer questions at a time.
 const PLANNERS_MAX: usize = 2;
+/// By how much the one that looks ahead stands back behind others.
+const FORESEE_NICE: i32 = 10;
 
 /// What the controller needs of those who know what jobs and plans are.
 pub trait Planner: Send + Sync + 'static {
@@ -69,24 +72,17 @@ enum Kind {
 struct Waiting {
     /// One of each kind a job: the newest.
     errands: BTreeMap<(Kind, JobId), Errand>,
-    /// Somebody looks ahead: others are there for what is asked.
-    foresees: bool,
+    /// Questions so far.
+    asked: u64,
     ended: bool,
 }
 
 impl Waiting {
-    fn take(&mut self) -> Option<(JobId, Errand)> {
-        let (kind, job) = *self.errands.keys().next()?;
-        if kind == Kind::Foresee && self.foresees {
-            return None;
-        }
-        self.foresees |= kind == Kind::Foresee;
+    /// The most urgent of what one who looks ahead does, or the others.
+    fn take(&mut self, foresees: bool) -> Option<(JobId, Errand)> {
+        let mine = |(kind, _): &&(Kind, JobId)| (*kind == Kind::Foresee) == foresees;
+        let (kind, job) = *self.errands.keys().find(mine)?;
         self.errands.remove(&(kind, job)).map(|errand| (job, errand))
-    }
-
-    /// Nobody waits for an answer.
-    fn is_idle(&self) -> bool {
-        !self.ended && self.errands.keys().all(|(kind, _)| *kind == Kind::Foresee)
     }
 }
 
@@ -101,11 +97,16 @@ pub type Answers = Arc<dyn Fn(JobId, u64, Result<Proposal, String>) + Send + Syn
 impl Planners {
     pub fn start(planner: Arc<dyn Planner>, answers: Answers, complaints: crate::Complaints) -> Planners {
         let shared = Arc::new((Mutex::new(Waiting::default()), Condvar::new()));
-        for _ in 0..PLANNERS_MAX {
+        for number in 0..=PLANNERS_MAX {
+            let foresees = number == PLANNERS_MAX;
             let (shared, planner) = (shared.clone(), planner.clone());
             let (answers, complaints) = (answers.clone(), complaints.clone());
             std::thread::spawn(move || {
-                while let Some((job, errand)) = next(&shared) {
+                if foresees {
+                    // Of this thread, on Linux. Where it is not to be had, looking ahead costs others a little more.
+                    let _ = rustix::process::setpriority_process(None, FORESEE_NICE);
+                }
+                while let Some((job, errand)) = next(&shared, foresees) {
                     run(&*planner, &shared, job, errand, &answers, &complaints);
                 }
             });
@@ -126,8 +127,12 @@ impl Planners {
 type Shared = (Mutex<Waiting>, Condvar);
 
 fn put(shared: &Shared, key: (Kind, JobId), errand: Errand) {
-    lock(&shared.0).errands.insert(key, errand);
-    shared.1.notify_one();
+    let mut waiting = lock(&shared.0);
+    waiting.asked += u64::from(key.0 == Kind::Plan);
+    waiting.errands.insert(key, errand);
+    drop(waiting);
+    // Not everyone does everything.
+    shared.1.notify_all();
 }
 
 impl Drop for Planners {
@@ -141,13 +146,13 @@ fn lock(waiting: &Mutex<Waiting>) -> MutexGuard<'_, Waiting> {
     waiting.lock().expect("nobody panics while holding it")
 }
 
-fn next(shared: &Shared) -> Option<(JobId, Errand)> {
+fn next(shared: &Shared, foresees: bool) -> Option<(JobId, Errand)> {
     let mut waiting = lock(&shared.0);
     loop {
         if waiting.ended {
             return None;
         }
-        if let Some(found) = waiting.take() {
+        if let Some(found) = waiting.take(foresees) {
             return Some(found);
         }
         waiting = shared.1.wait(waiting).expect("nobody panics while holding it");
@@ -174,11 +179,14 @@ fn run(
             }
         }
         Errand::Foresee(question) => {
-            let is_free = || lock(&shared.0).is_idle();
+            // Until the next question, whose answer may make another look ahead needless.
+            let asked = lock(&shared.0).asked;
+            let is_free = || {
+                let waiting = lock(&shared.0);
+                !waiting.ended && waiting.asked == asked
+            };
             // What it does not find out it will be asked.
             let _ = catch_unwind(AssertUnwindSafe(|| planner.foresee(&question, &is_free)));
-            lock(&shared.0).foresees = false;
-            shared.1.notify_one();
         }
         Errand::Keep { description, keeping } => {
             let kept =

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 
 use shoal_control::message::WorkerId;
 use shoal_crew::About;
-use shoal_fleet::{Device, Fleet, Node, catalogue};
+use shoal_fleet::{Device, Fleet, Link, Node, catalogue};
 use shoal_planner::GPU_PROCESS_BYTES;
 use shoal_service::planning::Candidate;
 use toml::{Table, Value};
 
 use crate::error::{CliError, Result};
 
-/// Between two workers of one machine, in bytes a second: through its memory.
+/// Between two workers of one machine where nobody measured it, in bytes a second: through its memory.
 const WITHIN_MACHINE: &str = "4 GB/s";
 /// What a message takes there at least: two threads are woken, and cores are shared.
 const WITHIN_MACHINE_LATENCY: &str = "100 us";
@@ -60,8 +60,15 @@ impl Members {
             return Err(CliError::said(format!("no worker computes in {precision}"), hint));
         }
         let stretch = stretch(machines.values().flatten())?;
-        let network = if machines.len() == 1 { WITHIN_MACHINE } else { NETWORK };
-        if machines.len() == 1 {
+        let neighbours = |members: &Vec<(&Candidate, About)>| {
+            let shared = Shared::of(members);
+            let worker = |(candidate, _): &(&Candidate, About)| (candidate.worker, shared.clone());
+            members.iter().map(worker).collect::<Vec<(WorkerId, Shared)>>()
+        };
+        let shared: BTreeMap<WorkerId, Shared> = machines.values().flat_map(neighbours).collect();
+        let is_one = machines.len() == 1;
+        let network = if is_one { WITHIN_MACHINE } else { NETWORK };
+        if is_one {
             // There is no other machine to keep mirrors on. They are still worth keeping on other workers of this one: a
             // process may die alone.
             let all: Vec<(&Candidate, About)> = machines.into_values().flatten().collect();
@@ -75,12 +82,23 @@ impl Members {
         for (device, (candidate, _)) in fleet.devices.iter_mut().zip(&all) {
             device.name = device_name(candidate.worker);
         }
-        let workers = all.iter().map(|(candidate, _)| candidate.worker).collect();
+        let workers: Vec<WorkerId> = all.iter().map(|(candidate, _)| candidate.worker).collect();
+        for node in &mut fleet.nodes {
+            let (candidate, about) = all[node.devices.start];
+            match (&shared[&candidate.worker].link, is_one) {
+                (Some(link), true) if about.network.is_none() => node.network = link.clone(),
+                (Some(link), false) => node.device_link = Some(link.clone()),
+                _ => {}
+            }
+        }
         let paces: Vec<(&str, u32)> = all
             .iter()
             .map(|(candidate, about)| (about.device.kind.as_str(), candidate.pace_percent))
             .collect();
-        let rated_percent = all.iter().map(|(_, about)| rated(about)).collect();
+        let rated = |(candidate, about): &&(&Candidate, About)| {
+            (f64::from(rated(about)) * shared[&candidate.worker].times).round() as u32
+        };
+        let rated_percent = all.iter().map(rated).collect();
         Ok(Members { fleet, workers, rated_percent, pace_percent: expected(&paces), stretch })
     }
 }
@@ -110,6 +128,36 @@ fn stretch<'a>(mut members: impl Iterator<Item = &'a (&'a Candidate, About)>) ->
     }
 }
 
+/// What the workers of one machine have in common.
+#[derive(Clone, Debug, PartialEq)]
+struct Shared {
+    /// How many times longer everything takes when all of them work, because there are more threads than cores.
+    times: f64,
+    /// From one of them to another, where it was measured.
+    link: Option<Link>,
+}
+
+impl Shared {
+    fn of(members: &[(&Candidate, About)]) -> Shared {
+        let abouts = || members.iter().map(|(_, about)| about);
+        let computing = abouts().filter(|about| about.device.kind == catalogue::CPU);
+        let threads: usize = computing.map(|about| about.device.threads).sum();
+        // Those that play other devices compute little.
+        let cores = abouts().filter(|about| about.stretch.is_none()).filter_map(|about| about.cores).max();
+        let times = cores.map_or(1.0, |cores| (threads as f64 / cores.max(1) as f64).max(1.0));
+        // The best that any of them saw: others may have had the cores while the rest looked.
+        let mut by_size: BTreeMap<u64, f64> = BTreeMap::new();
+        let is_rate = |(size, rate): &&(u64, f64)| *size > 0 && rate.is_finite() && *rate > 0.0;
+        for (size, rate) in abouts().flat_map(|about| about.within_machine.iter().filter(is_rate)) {
+            let best = by_size.entry(*size).or_default();
+            *best = best.max(*rate);
+        }
+        let by_size: Vec<(u64, f64)> =
+            by_size.into_iter().map(|(size, rate)| (size, leveled_rate(rate) / times)).collect();
+        Shared { times, link: (!by_size.is_empty()).then(|| Link::measured(by_size)) }
+    }
+}
+
 /// Rates that differ by less than this are taken for the same: measuring has its noise, and planners find their way sooner
 /// among devices that are alike.
 const RATES_APART: f64 = 1.1;
@@ -119,11 +167,15 @@ fn rated(about: &About) -> u32 {
     let rate = about.device.matrix_flops_per_second.filter(|rate| rate.is_finite() && *rate > 0.0);
     match (rate, catalogue::find(&about.device.kind)) {
         (Some(rate), Some(kind)) => {
-            let steps = (kind.fp32_flops / rate).ln() / RATES_APART.ln();
-            (100.0 * RATES_APART.powf(steps.round())).round().clamp(1.0, 1e6) as u32
+            (100.0 * leveled_rate(kind.fp32_flops / rate)).round().clamp(1.0, 1e6) as u32
         }
         _ => USUAL,
     }
+}
+
+/// The nearest of those that are told apart.
+fn leveled_rate(rate: f64) -> f64 {
+    RATES_APART.powf((rate.ln() / RATES_APART.ln()).round())
 }
 
 /// What workers' own work is expected to take, in percent of what was predicted, by their kinds and what they were seen to
@@ -243,6 +295,36 @@ mod tests {
         for nonsense in [0.0, -1.0, 1e-300] {
             assert!(rated(&about("CPU", Some(nonsense))) >= 100);
         }
+    }
+
+    #[test]
+    fn workers_of_one_machine_share_its_cores_and_the_links_that_they_measured() {
+        let candidate = |number: u64, machine: &str, cores: usize, rate: f64| {
+            let device =
+                r#"{"kind":"CPU","memory_bytes":1,"workspace_bytes":1,"threads":1,"precisions":["fp32"]}"#;
+            let about = format!(
+                r#"{{"name":"w{number}","address":"127.0.0.1:1","machine":"{machine}","device":{device},"host_memory_bytes":1,"cores":{cores},"within_machine":[[1000,{}],[1000000,{rate}]]}}"#,
+                rate / 100.0,
+            );
+            Candidate { worker: WorkerId(number), name: format!("w{number}"), pace_percent: 100, about }
+        };
+        let four: Vec<Candidate> = (1..=4).map(|number| candidate(number, "m", 2, 1e9)).collect();
+        let members = Members::new(&four, "fp32").unwrap();
+        assert_eq!(members.rated_percent, [200; 4], "two cores for four");
+        let seconds = members.fleet.link(0, 1).seconds(1_000_000);
+        assert!((1.8e-3..2.2e-3).contains(&seconds), "{seconds}");
+        let alone = Members::new(&four[..2], "fp32").unwrap();
+        assert_eq!(alone.rated_percent, [100; 2]);
+        assert!((0.9e-3..1.1e-3).contains(&alone.fleet.link(0, 1).seconds(1_000_000)));
+        // Of two machines, what was measured is between the workers of each.
+        let two = [&four[..2], &[candidate(5, "other", 1, 5e8), candidate(6, "other", 1, 4e8)]].concat();
+        let members = Members::new(&two, "fp32").unwrap();
+        assert_eq!(members.rated_percent, [100, 100, 200, 200]);
+        assert!((3.6e-3..4.4e-3).contains(&members.fleet.link(2, 3).seconds(1_000_000)));
+        assert_eq!(
+            members.fleet.nodes[0].network, members.fleet.nodes[1].network,
+            "the network is as it was"
+        );
     }
 
     #[test]
