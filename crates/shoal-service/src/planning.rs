@@ -1,19 +1,20 @@
 //! Asking the planner, beside everything else: a plan may take a second, and heartbeats do not wait. A few threads answer
-//! questions; a job's newer question replaces one that nobody has begun. Where there is none, another one looks ahead: a
-//! plan that is known before a worker is lost is time that training does not stand still. It gives way to whoever else
-//! wants its core, for workers may be on this machine too.
+//! questions; a job's newer question replaces one that nobody has begun. Where there is none, the planner looks ahead: a
+//! plan that is known before a worker is lost is time that training does not stand still.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
+use rustix::process::setpriority_process;
 use shoal_control::controller::{Keeping, Proposal};
 use shoal_control::message::{JobId, Plan, WorkerId};
 
-/// Threads that answer questions at a time.
+/// The nice value of what nobody waits for. On Linux it is the calling thread's, and of those that it starts.
+const LEAST_URGENT: i32 = 19;
+
+/// Threads that plan at a time.
 const PLANNERS_MAX: usize = 2;
-/// By how much the one that looks ahead stands back behind others.
-const FORESEE_NICE: i32 = 10;
 
 /// What the controller needs of those who know what jobs and plans are.
 pub trait Planner: Send + Sync + 'static {
@@ -72,17 +73,27 @@ enum Kind {
 struct Waiting {
     /// One of each kind a job: the newest.
     errands: BTreeMap<(Kind, JobId), Errand>,
-    /// Questions so far.
-    asked: u64,
+    /// Questions that somebody has begun to answer.
+    answering: usize,
+    /// Somebody looks ahead: others are there for what is asked.
+    foresees: bool,
     ended: bool,
 }
 
 impl Waiting {
-    /// The most urgent of what one who looks ahead does, or the others.
-    fn take(&mut self, foresees: bool) -> Option<(JobId, Errand)> {
-        let mine = |(kind, _): &&(Kind, JobId)| (*kind == Kind::Foresee) == foresees;
-        let (kind, job) = *self.errands.keys().find(mine)?;
+    fn take(&mut self) -> Option<(JobId, Errand)> {
+        let (kind, job) = *self.errands.keys().next()?;
+        if kind == Kind::Foresee && self.foresees {
+            return None;
+        }
+        self.foresees |= kind == Kind::Foresee;
+        self.answering += usize::from(kind == Kind::Plan);
         self.errands.remove(&(kind, job)).map(|errand| (job, errand))
+    }
+
+    /// Nobody waits for an answer.
+    fn is_idle(&self) -> bool {
+        !self.ended && self.answering == 0 && self.errands.keys().all(|(kind, _)| *kind == Kind::Foresee)
     }
 }
 
@@ -97,16 +108,11 @@ pub type Answers = Arc<dyn Fn(JobId, u64, Result<Proposal, String>) + Send + Syn
 impl Planners {
     pub fn start(planner: Arc<dyn Planner>, answers: Answers, complaints: crate::Complaints) -> Planners {
         let shared = Arc::new((Mutex::new(Waiting::default()), Condvar::new()));
-        for number in 0..=PLANNERS_MAX {
-            let foresees = number == PLANNERS_MAX;
+        for _ in 0..PLANNERS_MAX {
             let (shared, planner) = (shared.clone(), planner.clone());
             let (answers, complaints) = (answers.clone(), complaints.clone());
             std::thread::spawn(move || {
-                if foresees {
-                    // Of this thread, on Linux. Where it is not to be had, looking ahead costs others a little more.
-                    let _ = rustix::process::setpriority_process(None, FORESEE_NICE);
-                }
-                while let Some((job, errand)) = next(&shared, foresees) {
+                while let Some((job, errand)) = next(&shared) {
                     run(&*planner, &shared, job, errand, &answers, &complaints);
                 }
             });
@@ -127,12 +133,8 @@ impl Planners {
 type Shared = (Mutex<Waiting>, Condvar);
 
 fn put(shared: &Shared, key: (Kind, JobId), errand: Errand) {
-    let mut waiting = lock(&shared.0);
-    waiting.asked += u64::from(key.0 == Kind::Plan);
-    waiting.errands.insert(key, errand);
-    drop(waiting);
-    // Not everyone does everything.
-    shared.1.notify_all();
+    lock(&shared.0).errands.insert(key, errand);
+    shared.1.notify_one();
 }
 
 impl Drop for Planners {
@@ -146,13 +148,13 @@ fn lock(waiting: &Mutex<Waiting>) -> MutexGuard<'_, Waiting> {
     waiting.lock().expect("nobody panics while holding it")
 }
 
-fn next(shared: &Shared, foresees: bool) -> Option<(JobId, Errand)> {
+fn next(shared: &Shared) -> Option<(JobId, Errand)> {
     let mut waiting = lock(&shared.0);
     loop {
         if waiting.ended {
             return None;
         }
-        if let Some(found) = waiting.take(foresees) {
+        if let Some(found) = waiting.take() {
             return Some(found);
         }
         waiting = shared.1.wait(waiting).expect("nobody panics while holding it");
@@ -172,6 +174,7 @@ fn run(
             // A planner that fails must cost its job an answer and nobody else anything.
             let planned = catch_unwind(AssertUnwindSafe(|| planner.plan(&question)));
             let answer = planned.unwrap_or_else(|_| Err("the planner failed; see its message".into()));
+            lock(&shared.0).answering -= 1;
             let found = answer.is_ok();
             answers(job, question.request, answer);
             if found {
@@ -179,14 +182,18 @@ fn run(
             }
         }
         Errand::Foresee(question) => {
-            // Until the next question, whose answer may make another look ahead needless.
-            let asked = lock(&shared.0).asked;
-            let is_free = || {
-                let waiting = lock(&shared.0);
-                !waiting.ended && waiting.asked == asked
-            };
-            // What it does not find out it will be asked.
-            let _ = catch_unwind(AssertUnwindSafe(|| planner.foresee(&question, &is_free)));
+            let is_free = || lock(&shared.0).is_idle();
+            // On a thread of its own, which gives way to all else and could not become urgent again. What it does not find
+            // out it will be asked.
+            std::thread::scope(|scope| {
+                let looks = || {
+                    let _ = setpriority_process(None, LEAST_URGENT);
+                    let _ = catch_unwind(AssertUnwindSafe(|| planner.foresee(&question, &is_free)));
+                };
+                let _ = std::thread::Builder::new().spawn_scoped(scope, looks);
+            });
+            lock(&shared.0).foresees = false;
+            shared.1.notify_one();
         }
         Errand::Keep { description, keeping } => {
             let kept =
@@ -200,12 +207,12 @@ fn run(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc::{Sender, channel};
+    use std::sync::mpsc::{Receiver, Sender, channel};
 
     use super::*;
 
-    /// Says what it is asked and what it looks ahead for, which it does until somebody else waits.
-    struct Noting(Mutex<Sender<(&'static str, u64)>>);
+    /// Says what it is asked and what it looks ahead for, which it does until somebody else waits, and says that too.
+    struct Noting(Mutex<Sender<(&'static str, u64)>>, Mutex<Receiver<()>>, Mutex<Sender<()>>);
 
     impl Noting {
         fn say(&self, what: &'static str, request: u64) {
@@ -222,7 +229,11 @@ mod tests {
             self.say("asked", question.request);
             let plan = Plan { step_ms: 1, members: Vec::new(), holders: Vec::new(), table: String::new() };
             match question.request {
-                2 => Err("no".into()),
+                2 => {
+                    // However late the one that looks ahead gets a core: it has made way before this is answered.
+                    let _ = self.1.lock().unwrap().recv();
+                    Err("no".into())
+                }
                 _ => Ok(Proposal { plan, move_ms: 0, staying_ms: None }),
             }
         }
@@ -233,6 +244,7 @@ mod tests {
                 std::thread::yield_now();
             }
             self.say("enough", question.request);
+            let _ = self.2.lock().unwrap().send(());
         }
 
         fn keep_checkpoints(&self, _: JobId, _: &str, _: &Keeping) -> Result<(), String> {
@@ -244,7 +256,8 @@ mod tests {
     fn looking_ahead_makes_way_for_questions() {
         let (sender, said) = channel();
         let answers: Answers = Arc::new(|_, _, _| {});
-        let planner = Arc::new(Noting(Mutex::new(sender)));
+        let (make_way, made_way) = channel();
+        let planner = Arc::new(Noting(Mutex::new(sender), Mutex::new(made_way), Mutex::new(make_way)));
         let planners = Planners::start(planner, answers, Arc::new(|_: &str| {}));
         let ask = |request| {
             let (description, workers) = (String::new(), Vec::new());

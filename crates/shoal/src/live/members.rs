@@ -60,12 +60,10 @@ impl Members {
             return Err(CliError::said(format!("no worker computes in {precision}"), hint));
         }
         let stretch = stretch(machines.values().flatten())?;
-        let neighbours = |members: &Vec<(&Candidate, About)>| {
-            let shared = Shared::of(members);
-            let worker = |(candidate, _): &(&Candidate, About)| (candidate.worker, shared.clone());
-            members.iter().map(worker).collect::<Vec<(WorkerId, Shared)>>()
-        };
-        let shared: BTreeMap<WorkerId, Shared> = machines.values().flat_map(neighbours).collect();
+        let links: BTreeMap<String, Link> = machines
+            .iter()
+            .filter_map(|(machine, members)| Some((machine.clone(), neighbours_link(members)?)))
+            .collect();
         let is_one = machines.len() == 1;
         let network = if is_one { WITHIN_MACHINE } else { NETWORK };
         if is_one {
@@ -84,8 +82,8 @@ impl Members {
         }
         let workers: Vec<WorkerId> = all.iter().map(|(candidate, _)| candidate.worker).collect();
         for node in &mut fleet.nodes {
-            let (candidate, about) = all[node.devices.start];
-            match (&shared[&candidate.worker].link, is_one) {
+            let (_, about) = all[node.devices.start];
+            match (links.get(&about.machine), is_one) {
                 (Some(link), true) if about.network.is_none() => node.network = link.clone(),
                 (Some(link), false) => node.device_link = Some(link.clone()),
                 _ => {}
@@ -95,10 +93,7 @@ impl Members {
             .iter()
             .map(|(candidate, about)| (about.device.kind.as_str(), candidate.pace_percent))
             .collect();
-        let rated = |(candidate, about): &&(&Candidate, About)| {
-            (f64::from(rated(about)) * shared[&candidate.worker].times).round() as u32
-        };
-        let rated_percent = all.iter().map(rated).collect();
+        let rated_percent = all.iter().map(|(_, about)| rated(about)).collect();
         Ok(Members { fleet, workers, rated_percent, pace_percent: expected(&paces), stretch })
     }
 }
@@ -128,34 +123,23 @@ fn stretch<'a>(mut members: impl Iterator<Item = &'a (&'a Candidate, About)>) ->
     }
 }
 
-/// What the workers of one machine have in common.
-#[derive(Clone, Debug, PartialEq)]
-struct Shared {
-    /// How many times longer everything takes when all of them work, because there are more threads than cores.
-    times: f64,
-    /// From one of them to another, where it was measured.
-    link: Option<Link>,
-}
-
-impl Shared {
-    fn of(members: &[(&Candidate, About)]) -> Shared {
-        let abouts = || members.iter().map(|(_, about)| about);
-        let computing = abouts().filter(|about| about.device.kind == catalogue::CPU);
-        let threads: usize = computing.map(|about| about.device.threads).sum();
-        // Those that play other devices compute little.
-        let cores = abouts().filter(|about| about.stretch.is_none()).filter_map(|about| about.cores).max();
-        let times = cores.map_or(1.0, |cores| (threads as f64 / cores.max(1) as f64).max(1.0));
-        // The best that any of them saw: others may have had the cores while the rest looked.
-        let mut by_size: BTreeMap<u64, f64> = BTreeMap::new();
-        let is_rate = |(size, rate): &&(u64, f64)| *size > 0 && rate.is_finite() && *rate > 0.0;
-        for (size, rate) in abouts().flat_map(|about| about.within_machine.iter().filter(is_rate)) {
-            let best = by_size.entry(*size).or_default();
-            *best = best.max(*rate);
-        }
-        let by_size: Vec<(u64, f64)> =
-            by_size.into_iter().map(|(size, rate)| (size, leveled_rate(rate) / times)).collect();
-        Shared { times, link: (!by_size.is_empty()).then(|| Link::measured(by_size)) }
+/// From one of a machine's workers to another, where that was measured. When all of them exchange something, and there are
+/// more of them than cores, it takes as many times longer. Whether their own work does depends on how much of a step it is:
+/// that is for their paces to show.
+fn neighbours_link(members: &[(&Candidate, About)]) -> Option<Link> {
+    let abouts = || members.iter().map(|(_, about)| about);
+    let cores = abouts().filter_map(|about| about.cores).max();
+    let times = cores.map_or(1.0, |cores| (members.len() as f64 / cores.max(1) as f64).max(1.0));
+    // The best that any of them saw: others may have had the cores while the rest looked.
+    let mut by_size: BTreeMap<u64, f64> = BTreeMap::new();
+    let is_rate = |(size, rate): &&(u64, f64)| *size > 0 && rate.is_finite() && *rate > 0.0;
+    for (size, rate) in abouts().flat_map(|about| about.within_machine.iter().filter(is_rate)) {
+        let best = by_size.entry(*size).or_default();
+        *best = best.max(*rate);
     }
+    let slower = |(size, rate): (u64, f64)| (size, leveled_rate(rate) / times);
+    let by_size: Vec<(u64, f64)> = by_size.into_iter().map(slower).collect();
+    (!by_size.is_empty()).then(|| Link::measured(by_size))
 }
 
 /// Rates that differ by less than this are taken for the same: measuring has its noise, and planners find their way sooner
@@ -298,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_of_one_machine_share_its_cores_and_the_links_that_they_measured() {
+    fn workers_of_one_machine_exchange_as_quickly_as_they_measured_and_its_cores_allow() {
         let candidate = |number: u64, machine: &str, cores: usize, rate: f64| {
             let device =
                 r#"{"kind":"CPU","memory_bytes":1,"workspace_bytes":1,"threads":1,"precisions":["fp32"]}"#;
@@ -310,16 +294,13 @@ mod tests {
         };
         let four: Vec<Candidate> = (1..=4).map(|number| candidate(number, "m", 2, 1e9)).collect();
         let members = Members::new(&four, "fp32").unwrap();
-        assert_eq!(members.rated_percent, [200; 4], "two cores for four");
         let seconds = members.fleet.link(0, 1).seconds(1_000_000);
-        assert!((1.8e-3..2.2e-3).contains(&seconds), "{seconds}");
+        assert!((1.8e-3..2.2e-3).contains(&seconds), "two cores for four: {seconds}");
         let alone = Members::new(&four[..2], "fp32").unwrap();
-        assert_eq!(alone.rated_percent, [100; 2]);
         assert!((0.9e-3..1.1e-3).contains(&alone.fleet.link(0, 1).seconds(1_000_000)));
         // Of two machines, what was measured is between the workers of each.
         let two = [&four[..2], &[candidate(5, "other", 1, 5e8), candidate(6, "other", 1, 4e8)]].concat();
         let members = Members::new(&two, "fp32").unwrap();
-        assert_eq!(members.rated_percent, [100, 100, 200, 200]);
         assert!((3.6e-3..4.4e-3).contains(&members.fleet.link(2, 3).seconds(1_000_000)));
         assert_eq!(
             members.fleet.nodes[0].network, members.fleet.nodes[1].network,
