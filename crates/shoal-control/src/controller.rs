@@ -150,6 +150,7 @@ struct Seen {
 #[derive(Clone, Copy, Debug)]
 struct Off {
     steps: u32,
+    since_ms: u64,
     is_slower: bool,
     /// Of the one that was least off: what may be taken for the device's own, and not for chance.
     percent: u32,
@@ -422,9 +423,12 @@ impl Controller {
         let (measured, factor) = (u64::from(percent), u64::from(self.settings.slow_percent));
         let is_slower = measured * 100 >= known * factor;
         let is_off = is_slower || known * 100 >= measured * factor;
-        let off = is_off.then_some(Off { steps: 1, is_slower, percent });
+        let off = is_off.then_some(Off { steps: 1, since_ms: now_ms, is_slower, percent });
         seen.off = off.map(|off| seen.off.map_or(off, |before| before.with(off)));
-        if let Some(off) = seen.off.filter(|off| off.steps >= self.settings.slow_steps) {
+        let Settings { slow_steps, slow_ms, .. } = self.settings;
+        let is_certain =
+            |off: &Off| off.steps >= slow_steps && now_ms.saturating_sub(off.since_ms) >= slow_ms;
+        if let Some(off) = seen.off.filter(is_certain) {
             seen.off = None;
             self.note(now_ms, Record::Paced { worker, percent: off.percent }, work);
         }

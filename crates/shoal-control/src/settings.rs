@@ -28,6 +28,8 @@ pub struct Settings {
     /// A device is slow from this share of its predicted time on, in percent, seen in so many steps one after the other.
     pub slow_percent: u32,
     pub slow_steps: u32,
+    /// And for so long: short steps one after the other are slow together whenever a core is shared for a moment.
+    pub slow_ms: u64,
     /// Expected between two changes of the fleet before any two were seen.
     pub changes_every_ms: u64,
     /// Steps from asking for a checkpoint to the one it is taken after, so that everyone hears of it in time.
@@ -49,6 +51,7 @@ impl Default for Settings {
             retry_ms: 500,
             slow_percent: 150,
             slow_steps: 3,
+            slow_ms: 1_000,
             changes_every_ms: 600_000,
             save_ahead_steps: 2,
             save_every_ms_min: 10_000,

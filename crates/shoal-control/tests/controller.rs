@@ -77,6 +77,25 @@ fn a_newcomer_is_taken_in_if_that_pays() {
 }
 
 #[test]
+fn a_change_is_expected_to_pause_as_long_as_the_last_one() {
+    let mut fleet = pair();
+    fleet.join(3);
+    fleet.report(3);
+    fleet.answer(70, 0);
+    for worker in [1, 2] {
+        fleet.status(worker, 1).part.as_mut().expect("runs").stage = Stage::Stopped;
+        fleet.report(worker);
+    }
+    fleet.now_ms += 20_000;
+    fleet.start(1, 2, &[1, 2, 3]);
+    fleet.join(4);
+    fleet.report(4);
+    let records = fleet.answer(69, 0);
+    let [(1, Change::Declined { weighing })] = &changes(&records)[..] else { panic!("{records:?}") };
+    assert!((20_000..21_000).contains(&weighing.move_ms), "{weighing:?}");
+}
+
+#[test]
 fn a_plan_in_force_is_weighed_as_it_runs_now() {
     // It was foreseen to take 100 ms a step, before one of its workers became slow.
     for (staying_ms, pays) in [(None, false), (Some(120), false), (Some(290), true)] {
@@ -111,20 +130,29 @@ fn a_slow_device_is_found_by_its_own_steps_even_alone() {
         !fleet.records.iter().any(|record| matches!(record, Record::Paced { .. })),
         "two in a row are chance"
     );
+    for step in 9..99 {
+        fleet.status(1, 1).part.as_mut().expect("runs").pace = Some((step, 300));
+        fleet.report(1);
+    }
+    assert!(
+        !fleet.records.iter().any(|record| matches!(record, Record::Paced { .. })),
+        "so are many that are over in a moment"
+    );
     let paced = |fleet: &mut Fleet, paces: [(u64, u32); 3]| {
         let report = |pace| {
             fleet.status(1, 1).part.as_mut().expect("runs").pace = Some(pace);
+            fleet.now_ms += Settings::default().slow_ms / 2;
             fleet.report(1)
         };
         paces.map(report).into_iter().flatten().collect::<Vec<Record>>()
     };
-    let records = paced(&mut fleet, [(9, 110), (10, 110), (11, 110)]);
+    let records = paced(&mut fleet, [(99, 110), (100, 110), (101, 110)]);
     assert!(records.is_empty(), "{records:?}");
-    let records = paced(&mut fleet, [(12, 300), (13, 290), (14, 900)]);
+    let records = paced(&mut fleet, [(102, 300), (103, 290), (104, 900)]);
     assert_eq!(records[0], Record::Paced { worker: WorkerId(1), percent: 290 }, "the least of them");
     assert!(matches!(changes(&records)[0], (1, Change::Asked { .. })), "{records:?}");
     // It has another pace already. That is asked about when the answer has come.
-    let records = paced(&mut fleet, [(15, 900), (16, 900), (17, 900)]);
+    let records = paced(&mut fleet, [(105, 900), (106, 900), (107, 900)]);
     assert_eq!(records, [Record::Paced { worker: WorkerId(1), percent: 900 }]);
     let records = fleet.answer(100, 0);
     let [(1, Change::Declined { .. }), (1, Change::Asked { .. })] = &changes(&records)[..] else {

@@ -26,6 +26,13 @@ pub struct About {
     /// Of its network, where that is known: bytes a second, and seconds of latency.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<(f64, f64)>,
+    /// Of its machine, which all its workers share.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cores: Option<usize>,
+    /// Between two workers of its machine while nothing else went on, where that was measured: bytes of a message, rising, and
+    /// the bytes a second that it moved at.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub within_machine: Vec<(u64, f64)>,
     /// What it costs, and whether it may be taken away at any moment.
     #[serde(default)]
     pub dollars_per_hour: f64,
@@ -89,6 +96,8 @@ mod tests {
             host_memory_bytes: 1 << 31,
             disk_bytes: None,
             network: Some((1e9, 1e-4)),
+            cores: Some(8),
+            within_machine: vec![(1024, 1e7), (1 << 20, 1e9)],
             dollars_per_hour: 0.5,
             spot: true,
             drills: true,

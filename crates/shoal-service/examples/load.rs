@@ -146,13 +146,16 @@ fn fleet(access: &Path, workers: usize, jobs: usize, seconds: u64) {
     let counted = |client: &Client| client.jobs().expect("jobs").iter().map(|job| job.step).sum::<u64>();
     let (began, before, mut took, mut bare) = (Instant::now(), counted(&client), Vec::new(), Vec::new());
     while began.elapsed() < Duration::from_secs(seconds) {
+        // Each is a command of its own, with a connection of its own.
+        let asker = || Client::new(&access, None).expect("a client");
+        let (ps, other) = (asker(), asker());
         let asked = Instant::now();
-        client.jobs().expect("jobs");
-        client.workers().expect("workers");
+        ps.jobs().expect("jobs");
+        ps.workers().expect("workers");
         took.push(asked.elapsed().as_secs_f64() * 1e3);
         // One that the controller's thread has no part in: what connecting and waiting for a core take.
         let asked = Instant::now();
-        client.events(NEVER, false).expect("no events");
+        other.events(NEVER, false).expect("no events");
         bare.push(asked.elapsed().as_secs_f64() * 1e3);
         std::thread::sleep(PS_EVERY);
     }

@@ -1,6 +1,7 @@
 //! The API: each request is checked, then answered. Checked means: our `Host`, no other page's `Origin`, and the credential
 //! that its route asks for, before a path is said not to exist. No part of a request becomes a path of the file system.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -273,14 +274,17 @@ impl Api {
         }
         let following = || guard::numbers(query, ["after", "wait_ms"]).ok_or_else(wrong_query);
         match route.endpoint {
-            Endpoint::Workers => Ok(said(&json!({ "workers": self.desk.look(view::workers).await? }))),
+            Endpoint::Workers => {
+                let workers = self.desk.look(view::workers).await?;
+                Ok(said(&BTreeMap::from([("workers", view::read(workers))])))
+            }
             Endpoint::Drill => {
                 let worker = WorkerId(number_of(route, parts, "worker").await?);
                 let drill = read::<Drill>(parts, body).await?.check()?;
                 let name = self.desk.look(move |sight| drill::order(sight, worker, drill)).await??;
                 Ok(said(&DrillAnswer { name, at_ms: unix_ms() }))
             }
-            Endpoint::Jobs => Ok(said(&json!({ "jobs": self.desk.look(view::jobs).await? }))),
+            Endpoint::Jobs => Ok(said(&BTreeMap::from([("jobs", self.desk.look(view::jobs).await?)]))),
             Endpoint::Job => {
                 let view = self.desk.look(move |sight| view::job(sight, job)).await?;
                 Ok(said(&view.ok_or_else(|| no_such_job(job))?))

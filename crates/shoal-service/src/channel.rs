@@ -10,12 +10,12 @@ use axum::http::request::Parts;
 use axum::response::Response;
 use shoal_control::message::JobId;
 use tokio::sync::{Semaphore, mpsc};
-use tokio::time::timeout;
+use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::api::Api;
 use crate::driver::{Ask, Link};
 use crate::error::Refusal;
-use crate::wire::{self, Down, StepLine, UP_BYTES_MAX, Up};
+use crate::wire::{self, Down, READ_BYTES, StepLine, UP_BYTES_MAX, Up};
 
 /// Messages to a worker that are under way. What does not fit is dropped: it is said again.
 const DOWN_MAX: usize = 64;
@@ -29,7 +29,8 @@ pub async fn upgrade(api: Arc<Api>, name: String, parts: &mut Parts) -> Result<R
     let upgrade = WebSocketUpgrade::from_request_parts(parts, &())
         .await
         .map_err(|_| Refusal::new(426, "upgrade", "this route is a WebSocket"))?;
-    let upgrade = upgrade.max_message_size(UP_BYTES_MAX).max_frame_size(UP_BYTES_MAX);
+    let upgrade =
+        upgrade.max_message_size(UP_BYTES_MAX).max_frame_size(UP_BYTES_MAX).read_buffer_size(READ_BYTES);
     Ok(upgrade.on_upgrade(move |socket| serve(api, name, socket)))
 }
 
@@ -56,16 +57,26 @@ async fn pass(
     mut from: mpsc::Receiver<Down>,
 ) -> Result<(), String> {
     let room = Arc::new(Semaphore::new(UP_MAX));
+    // One clock for the whole connection: messages come too often to set one for each.
+    let mut heard_at = Instant::now();
+    let silence = sleep_until(heard_at + SILENCE_MAX);
+    tokio::pin!(silence);
     loop {
         tokio::select! {
+            () = &mut silence => {
+                if heard_at.elapsed() >= SILENCE_MAX {
+                    return Err("it has been silent for too long".into());
+                }
+                silence.as_mut().reset(heard_at + SILENCE_MAX);
+            }
             down = from.recv() => {
                 let Some(down) = down else { return Ok(()) };
                 if send(socket, &down).await.is_err() {
                     return Ok(());
                 }
             }
-            heard = timeout(SILENCE_MAX, socket.recv()) => {
-                let heard = heard.map_err(|_| "it has been silent for too long".to_owned())?;
+            heard = socket.recv() => {
+                heard_at = Instant::now();
                 let text = match heard {
                     None | Some(Err(_) | Ok(Message::Close(_))) => return Ok(()),
                     Some(Ok(Message::Ping(_) | Message::Pong(_))) => continue,

@@ -1,20 +1,21 @@
-//! The API from a command's side: blocking, one request at a time.
+//! The API from a command's side: blocking, one request at a time. Questions that follow each other share a connection.
 
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustls::ClientConfig;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use shoal_control::controller::state::JobSpec;
+use tokio::runtime::{Builder, Runtime};
 
 use crate::access::Access;
 use crate::api::{DrillAnswer, TokenAnswer, TokenRequest, refusal_of};
 use crate::drill::Drill;
 use crate::error::{Error, Result};
 use crate::history::Noted;
-use crate::http::{Call, Target, block_on, exchange};
+use crate::http::{Answer, Call, Failure, Line, Target, ask_on};
 use crate::receipt::ReceiptView;
 use crate::secret::Secret;
 use crate::tls;
@@ -25,10 +26,22 @@ const ANSWER_BYTES_MAX: usize = 1 << 28;
 /// How long one question waits for news.
 const WAIT_MS: u64 = 20_000;
 
+/// A connection that was not used for so long is not used again: its other end closes it after a while.
+const KEPT_MAX: Duration = Duration::from_secs(2);
+
 pub struct Client {
     target: Target,
     token: Secret,
     tls: Arc<ClientConfig>,
+    /// Who asks takes it, and puts back what it leaves; who finds none opens its own.
+    kept: Mutex<Option<Kept>>,
+}
+
+/// A connection between two questions.
+struct Kept {
+    runtime: Runtime,
+    line: Line,
+    since: Instant,
 }
 
 #[derive(Deserialize)]
@@ -65,7 +78,12 @@ impl Client {
         if !target.tls {
             return Err(Error::Url { url: target.to_string() });
         }
-        Ok(Client { target, token: access.token.clone(), tls: tls::trusting(&access.authority)? })
+        Ok(Client {
+            target,
+            token: access.token.clone(),
+            tls: tls::trusting(&access.authority)?,
+            kept: Mutex::new(None),
+        })
     }
 
     pub fn workers(&self) -> Result<Vec<WorkerView>> {
@@ -135,18 +153,43 @@ impl Client {
             ("authorization", format!("Bearer {}", self.token.expose())),
             ("content-type", "application/json".to_owned()),
         ];
-        let call = Call { method, path, headers, body, within, answer_bytes_max: ANSWER_BYTES_MAX };
-        let no_runtime = |error: std::io::Error| Error::Unreachable {
-            url: self.target.to_string(),
-            cause: error.to_string(),
+        let call = || Call {
+            method,
+            path,
+            headers: headers.clone(),
+            body: body.clone(),
+            within,
+            answer_bytes_max: ANSWER_BYTES_MAX,
         };
-        let answer = block_on(exchange(&self.target, Some(&self.tls), call)).map_err(no_runtime)?;
-        let answer = answer.map_err(|failure| failure.at(&self.target))?;
+        // What asks for something to be done must not be said twice, and a connection may break before it tells.
+        let kept = self.take_kept().filter(|_| method == "GET");
+        let again = kept.and_then(|kept| self.ask(kept.runtime, Some(kept.line), call()).ok());
+        let answer = match again {
+            Some(answer) => answer,
+            None => {
+                let no_runtime = |error: std::io::Error| Failure::Unreachable(error.to_string());
+                let runtime = Builder::new_current_thread().enable_all().build().map_err(no_runtime);
+                let answer = runtime.and_then(|runtime| self.ask(runtime, None, call()));
+                answer.map_err(|failure| failure.at(&self.target))?
+            }
+        };
         if answer.status != 200 {
             return Err(refusal_of(answer.status, &answer.body).into());
         }
         serde_json::from_slice(&answer.body)
             .map_err(|error| Error::Answer { url: self.target.to_string(), cause: error.to_string() })
+    }
+
+    fn take_kept(&self) -> Option<Kept> {
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner).take();
+        kept.filter(|kept| kept.since.elapsed() < KEPT_MAX)
+    }
+
+    fn ask(&self, runtime: Runtime, line: Option<Line>, call: Call) -> std::result::Result<Answer, Failure> {
+        let (answer, line) = runtime.block_on(ask_on(line, &self.target, Some(&self.tls), call))?;
+        let kept = Kept { runtime, line, since: Instant::now() };
+        *self.kept.lock().unwrap_or_else(PoisonError::into_inner) = Some(kept);
+        Ok(answer)
     }
 }
 

@@ -32,6 +32,10 @@ const LINE_AWAITED_MS: u64 = 3_000;
 /// What is taken in with one flush of the log: as much as is done in a few milliseconds, since whoever looks waits for it.
 const AT_ONCE_MAX: usize = 200;
 
+/// From the beginning of one round to that of the next, where there is always something to hear: a thousand workers would
+/// otherwise wake the controller's thread, and it them, for each of their words.
+const ROUND_MIN: Duration = Duration::from_millis(2);
+
 /// A worker's connection, as seen from here. Letting go of it ends it.
 pub struct Link {
     pub number: u64,
@@ -213,12 +217,16 @@ impl Driver {
     pub fn run(mut self) -> Result {
         let every = Duration::from_millis((self.settings.report_every_ms / 3).max(1));
         let mut due = Instant::now() + every;
+        let mut began = Instant::now();
         loop {
+            // Who is asked all the time does better to take in several at once.
+            std::thread::sleep(ROUND_MIN.saturating_sub(began.elapsed()));
             let first = match self.asks.recv_timeout(due.saturating_duration_since(Instant::now())) {
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
                 Ok(ask) => Some(ask),
                 Err(RecvTimeoutError::Timeout) => None,
             };
+            began = Instant::now();
             self.show();
             let more: Vec<Ask> = self.asks.try_iter().take(AT_ONCE_MAX).collect();
             if !self.hear_all(first.into_iter().chain(more))? {

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
+use hyper::client::conn::http1::SendRequest;
 use hyper::header::HeaderMap;
 use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
@@ -18,6 +19,7 @@ use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
 use tokio_rustls::TlsConnector;
 
 use crate::error::{Error, Result};
@@ -140,32 +142,68 @@ pub async fn exchange(
     tls: Option<&Arc<ClientConfig>>,
     call: Call<'_>,
 ) -> std::result::Result<Answer, Failure> {
-    let within = call.within;
-    let late = |_| Failure::Unreachable(format!("no answer within {} s", within.as_secs_f64()));
-    tokio::time::timeout(within, exchange_now(target, tls, call)).await.map_err(late)?
+    Ok(ask_on(None, target, tls, call).await?.0)
 }
 
-async fn exchange_now(
+/// One request over a connection that is there, or over a new one. Gives the connection back, for the next.
+pub async fn ask_on(
+    line: Option<Line>,
     target: &Target,
     tls: Option<&Arc<ClientConfig>>,
     call: Call<'_>,
-) -> std::result::Result<Answer, Failure> {
-    let failed = |error: &dyn fmt::Display| Failure::Unreachable(error.to_string());
-    let stream = open(target, tls).await?;
-    let handshake = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
-    let (mut sender, connection) = handshake.map_err(|error| failed(&error))?;
-    let connection = tokio::spawn(connection);
-    let mut request =
-        Request::builder().method(call.method).uri(call.path).header("host", target.authority());
-    for (name, value) in &call.headers {
-        request = request.header(*name, value);
+) -> std::result::Result<(Answer, Line), Failure> {
+    let within = call.within;
+    let asked = async {
+        let mut line = match line {
+            Some(line) => line,
+            None => Line::open(target, tls).await?,
+        };
+        Ok((line.ask(target, call).await?, line))
+    };
+    let late = |_| Failure::Unreachable(format!("no answer within {} s", within.as_secs_f64()));
+    tokio::time::timeout(within, asked).await.map_err(late)?
+}
+
+/// A connection on which one request follows the other.
+pub struct Line {
+    sender: SendRequest<Full<Bytes>>,
+    connection: JoinHandle<hyper::Result<()>>,
+}
+
+impl Line {
+    pub async fn open(
+        target: &Target,
+        tls: Option<&Arc<ClientConfig>>,
+    ) -> std::result::Result<Line, Failure> {
+        let stream = open(target, tls).await?;
+        let handshake = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
+        let (sender, connection) = handshake.map_err(failed)?;
+        Ok(Line { sender, connection: tokio::spawn(connection) })
     }
-    let request = request.body(Full::new(Bytes::from(call.body))).map_err(|error| failed(&error))?;
-    let response: Response<_> = sender.send_request(request).await.map_err(|error| failed(&error))?;
-    let (parts, body) = response.into_parts();
-    let body = Limited::new(body, call.answer_bytes_max).collect().await.map_err(|error| failed(&error))?;
-    connection.abort();
-    Ok(Answer { status: parts.status.as_u16(), headers: parts.headers, body: body.to_bytes().to_vec() })
+
+    pub async fn ask(&mut self, target: &Target, call: Call<'_>) -> std::result::Result<Answer, Failure> {
+        self.sender.ready().await.map_err(failed)?;
+        let mut request =
+            Request::builder().method(call.method).uri(call.path).header("host", target.authority());
+        for (name, value) in &call.headers {
+            request = request.header(*name, value);
+        }
+        let request = request.body(Full::new(Bytes::from(call.body))).map_err(failed)?;
+        let response: Response<_> = self.sender.send_request(request).await.map_err(failed)?;
+        let (parts, body) = response.into_parts();
+        let body = Limited::new(body, call.answer_bytes_max).collect().await.map_err(failed)?;
+        Ok(Answer { status: parts.status.as_u16(), headers: parts.headers, body: body.to_bytes().to_vec() })
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        self.connection.abort();
+    }
+}
+
+fn failed(error: impl fmt::Display) -> Failure {
+    Failure::Unreachable(error.to_string())
 }
 
 /// For those who have no runtime: commands and pollers, which do one thing at a time.

@@ -2,7 +2,7 @@
 //! project is here, because a controller talks with a thousand workers at once; nothing that trains waits for it.
 //!
 //! The controller's side, from the outside in:
-//! - [`server`]: the process: folder, authority, TLS, connections.
+//! - [`server`]: the process: folder, authority, TLS, connections, and the threads that serve them.
 //! - [`routes`]: every route, in one table; [`openapi`], its description.
 //! - [`api`]: who is let in, and the answers; [`guard`], what headers must say.
 //! - [`channel`]: a worker's WebSocket; [`wire`], what travels on it.
@@ -43,6 +43,7 @@ pub mod receipt;
 pub mod routes;
 pub mod secret;
 pub mod server;
+mod socket;
 pub mod tls;
 pub mod token;
 pub mod uplink;

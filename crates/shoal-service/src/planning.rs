@@ -6,8 +6,12 @@ use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
+use rustix::process::setpriority_process;
 use shoal_control::controller::{Keeping, Proposal};
 use shoal_control::message::{JobId, Plan, WorkerId};
+
+/// The nice value of what nobody waits for. On Linux it is the calling thread's, and of those that it starts.
+const LEAST_URGENT: i32 = 19;
 
 /// Threads that plan at a time.
 const PLANNERS_MAX: usize = 2;
@@ -69,6 +73,8 @@ enum Kind {
 struct Waiting {
     /// One of each kind a job: the newest.
     errands: BTreeMap<(Kind, JobId), Errand>,
+    /// Questions that somebody has begun to answer.
+    answering: usize,
     /// Somebody looks ahead: others are there for what is asked.
     foresees: bool,
     ended: bool,
@@ -81,12 +87,13 @@ impl Waiting {
             return None;
         }
         self.foresees |= kind == Kind::Foresee;
+        self.answering += usize::from(kind == Kind::Plan);
         self.errands.remove(&(kind, job)).map(|errand| (job, errand))
     }
 
     /// Nobody waits for an answer.
     fn is_idle(&self) -> bool {
-        !self.ended && self.errands.keys().all(|(kind, _)| *kind == Kind::Foresee)
+        !self.ended && self.answering == 0 && self.errands.keys().all(|(kind, _)| *kind == Kind::Foresee)
     }
 }
 
@@ -167,6 +174,7 @@ fn run(
             // A planner that fails must cost its job an answer and nobody else anything.
             let planned = catch_unwind(AssertUnwindSafe(|| planner.plan(&question)));
             let answer = planned.unwrap_or_else(|_| Err("the planner failed; see its message".into()));
+            lock(&shared.0).answering -= 1;
             let found = answer.is_ok();
             answers(job, question.request, answer);
             if found {
@@ -175,8 +183,15 @@ fn run(
         }
         Errand::Foresee(question) => {
             let is_free = || lock(&shared.0).is_idle();
-            // What it does not find out it will be asked.
-            let _ = catch_unwind(AssertUnwindSafe(|| planner.foresee(&question, &is_free)));
+            // On a thread of its own, which gives way to all else and could not become urgent again. What it does not find
+            // out it will be asked.
+            std::thread::scope(|scope| {
+                let looks = || {
+                    let _ = setpriority_process(None, LEAST_URGENT);
+                    let _ = catch_unwind(AssertUnwindSafe(|| planner.foresee(&question, &is_free)));
+                };
+                let _ = std::thread::Builder::new().spawn_scoped(scope, looks);
+            });
             lock(&shared.0).foresees = false;
             shared.1.notify_one();
         }
@@ -192,12 +207,12 @@ fn run(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc::{Sender, channel};
+    use std::sync::mpsc::{Receiver, Sender, channel};
 
     use super::*;
 
-    /// Says what it is asked and what it looks ahead for, which it does until somebody else waits.
-    struct Noting(Mutex<Sender<(&'static str, u64)>>);
+    /// Says what it is asked and what it looks ahead for, which it does until somebody else waits, and says that too.
+    struct Noting(Mutex<Sender<(&'static str, u64)>>, Mutex<Receiver<()>>, Mutex<Sender<()>>);
 
     impl Noting {
         fn say(&self, what: &'static str, request: u64) {
@@ -214,7 +229,11 @@ mod tests {
             self.say("asked", question.request);
             let plan = Plan { step_ms: 1, members: Vec::new(), holders: Vec::new(), table: String::new() };
             match question.request {
-                2 => Err("no".into()),
+                2 => {
+                    // However late the one that looks ahead gets a core: it has made way before this is answered.
+                    let _ = self.1.lock().unwrap().recv();
+                    Err("no".into())
+                }
                 _ => Ok(Proposal { plan, move_ms: 0, staying_ms: None }),
             }
         }
@@ -225,6 +244,7 @@ mod tests {
                 std::thread::yield_now();
             }
             self.say("enough", question.request);
+            let _ = self.2.lock().unwrap().send(());
         }
 
         fn keep_checkpoints(&self, _: JobId, _: &str, _: &Keeping) -> Result<(), String> {
@@ -236,7 +256,8 @@ mod tests {
     fn looking_ahead_makes_way_for_questions() {
         let (sender, said) = channel();
         let answers: Answers = Arc::new(|_, _, _| {});
-        let planner = Arc::new(Noting(Mutex::new(sender)));
+        let (make_way, made_way) = channel();
+        let planner = Arc::new(Noting(Mutex::new(sender), Mutex::new(made_way), Mutex::new(make_way)));
         let planners = Planners::start(planner, answers, Arc::new(|_: &str| {}));
         let ask = |request| {
             let (description, workers) = (String::new(), Vec::new());

@@ -19,8 +19,9 @@ use shoal_control::Settings;
 use shoal_net::identity::Authority;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tokio::runtime::Runtime;
+use tokio::runtime::{Handle, Runtime};
 use tokio::sync::Semaphore;
+use tokio::time::timeout;
 use tokio_rustls::TlsAcceptor;
 use tower_service::Service;
 
@@ -31,6 +32,7 @@ use crate::error::{Error, Result};
 use crate::folder::Folder;
 use crate::planning::Planner;
 use crate::secret::Secret;
+use crate::socket::Socket;
 use crate::tls::{self, CONTROLLER};
 use crate::token::Roll;
 
@@ -59,7 +61,7 @@ pub struct Controller {
     api: Arc<Api>,
     desk: Desk,
     driver: Option<JoinHandle<Result>>,
-    runtime: Option<Runtime>,
+    runtimes: Vec<Runtime>,
 }
 
 impl Controller {
@@ -108,18 +110,15 @@ impl Controller {
             links: AtomicU64::new(0),
             complaints,
         });
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .enable_all()
-            .build()
-            .map_err(failed)?;
+        // Threads of their own for workers: whoever asks would otherwise wait behind all that a thousand of them say at once.
+        let (asking, workers) = (runtime().map_err(failed)?, runtime().map_err(failed)?);
         let listener = {
-            let _inside = runtime.enter();
+            let _inside = asking.enter();
             tokio::net::TcpListener::from_std(listener).map_err(failed)?
         };
-        runtime.spawn(listen(listener, tls, router(api.clone())));
+        asking.spawn(listen(listener, tls, router(api.clone()), workers.handle().clone()));
         let driver = Some(std::thread::spawn(move || driver.run()));
-        Ok(Controller { access, api, desk, driver, runtime: Some(runtime) })
+        Ok(Controller { access, api, desk, driver, runtimes: vec![asking, workers] })
     }
 
     /// What commands need to talk to it.
@@ -156,10 +155,14 @@ impl Drop for Controller {
         if let Some(driver) = self.driver.take() {
             let _ = driver.join();
         }
-        if let Some(runtime) = self.runtime.take() {
+        for runtime in self.runtimes.drain(..) {
             runtime.shutdown_timeout(Duration::from_secs(1));
         }
     }
+}
+
+fn runtime() -> std::io::Result<Runtime> {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()
 }
 
 fn url(address: SocketAddr, hosts: &[String]) -> String {
@@ -197,7 +200,7 @@ pub fn default_folder(state: &Path) -> PathBuf {
     state.join("controller")
 }
 
-async fn listen(listener: tokio::net::TcpListener, tls: TlsAcceptor, router: Router) {
+async fn listen(listener: tokio::net::TcpListener, tls: TlsAcceptor, router: Router, workers: Handle) {
     let connections = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     loop {
         let Ok(permit) = connections.clone().acquire_owned().await else { return };
@@ -206,21 +209,30 @@ async fn listen(listener: tokio::net::TcpListener, tls: TlsAcceptor, router: Rou
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
-        let (tls, router) = (tls.clone(), router.clone());
+        let (tls, router, workers) = (tls.clone(), router.clone(), workers.clone());
         tokio::spawn(async move {
-            serve(stream, tls, router).await;
+            serve(stream, tls, router, &workers).await;
             drop(permit);
         });
     }
 }
 
-/// One connection. What goes wrong here is the other end's affair.
-async fn serve(stream: TcpStream, tls: TlsAcceptor, router: Router) {
+/// One connection. What goes wrong here is the other end's affair. One that shows a certificate is a worker's, and served
+/// among those.
+async fn serve(stream: TcpStream, tls: TlsAcceptor, router: Router, workers: &Handle) {
     let _ = stream.set_nodelay(true);
-    let Ok(Ok(stream)) = tokio::time::timeout(PATIENCE, tls.accept(stream)).await else { return };
+    let accepted = timeout(PATIENCE, tls.accept(Socket::new(stream))).await;
+    let Ok(Ok(mut stream)) = accepted else { return };
     let shown = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
-    let peer = Peer(shown.map(|certificate| certificate.clone().into_owned()));
-    serve_stream(stream, peer, router).await;
+    let Some(certificate) = shown.map(|certificate| certificate.clone().into_owned()) else {
+        return serve_stream(stream, Peer(None), router).await;
+    };
+    let served = workers.spawn(async move {
+        if stream.get_mut().0.move_here().is_ok() {
+            serve_stream(stream, Peer(Some(certificate)), router).await;
+        }
+    });
+    let _ = served.await;
 }
 
 /// HTTP on a stream whose other end has shown what it has. Anything can be fed to it.

@@ -17,7 +17,7 @@ use tokio_tungstenite::{WebSocketStream, client_async_with_config};
 use crate::api::{WORKER_HEADER, refusal_of};
 use crate::error::{Error, Result};
 use crate::http::{Failure, Stream, Target, open};
-use crate::wire::{self, DOWN_BYTES_MAX, Down, Up};
+use crate::wire::{self, DOWN_BYTES_MAX, Down, READ_BYTES, Up};
 use crate::worker_driver::Happening;
 
 const PAUSE_MIN: Duration = Duration::from_millis(50);
@@ -118,7 +118,8 @@ pub async fn connect(
     request.headers_mut().insert(WORKER_HEADER, value);
     let config = WebSocketConfig::default()
         .max_message_size(Some(DOWN_BYTES_MAX))
-        .max_frame_size(Some(DOWN_BYTES_MAX));
+        .max_frame_size(Some(DOWN_BYTES_MAX))
+        .read_buffer_size(READ_BYTES);
     match client_async_with_config(request, stream, Some(config)).await {
         Ok((socket, _)) => Ok(socket),
         Err(SocketError::Http(response)) => {

@@ -51,13 +51,15 @@ pub struct JobView {
     pub reason: Option<String>,
 }
 
-pub fn workers(Sight { state, links, .. }: Sight) -> Vec<WorkerView> {
+/// Each with what it said of itself, unread: that is for whoever asks, not for the controller's thread.
+pub fn workers(Sight { state, links, .. }: Sight) -> Vec<(WorkerView, String)> {
     // Once a job, not once a worker and job: there may be a thousand of the one and a hundred of the other.
     let mut jobs: BTreeMap<WorkerId, Vec<u64>> = BTreeMap::new();
     for (id, job) in &state.jobs {
         job.involved().into_iter().for_each(|worker| jobs.entry(worker).or_default().push(id.0));
     }
     let view = |(id, member): (&WorkerId, &Member)| WorkerView {
+        about: Value::Null,
         worker: id.0,
         name: member.name.clone(),
         connected: links.contains_key(&member.name),
@@ -65,9 +67,17 @@ pub fn workers(Sight { state, links, .. }: Sight) -> Vec<WorkerView> {
         set_aside_until_ms: member.quarantined_until_ms,
         pace_percent: member.pace_percent,
         jobs: jobs.get(id).cloned().unwrap_or_default(),
-        about: serde_json::from_str(&member.about).unwrap_or_else(|_| Value::from(member.about.as_str())),
     };
-    state.members.iter().map(view).collect()
+    state.members.iter().map(|member| (view(member), member.1.about.clone())).collect()
+}
+
+/// Reads what workers said of themselves.
+pub fn read(workers: Vec<(WorkerView, String)>) -> Vec<WorkerView> {
+    let read = |(worker, about): (WorkerView, String)| WorkerView {
+        about: serde_json::from_str(&about).unwrap_or(Value::String(about)),
+        ..worker
+    };
+    workers.into_iter().map(read).collect()
 }
 
 pub fn jobs(sight: Sight) -> Vec<JobView> {

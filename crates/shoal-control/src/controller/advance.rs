@@ -9,7 +9,7 @@ use shoal_plan::{Closing, Standing, meet};
 use super::allocation::{Share, Shares};
 use super::interval::save_every_steps;
 use super::job::{INSTALL_TRIES_MAX, SAVE_TRIES_MAX};
-use super::payback::{changes_every_ms, weigh};
+use super::payback::{changes_every_ms, pause_ms, weigh};
 use super::record::{Change, Failure, Loss, Paced, Record, Why};
 use super::state::{Base, Interval, Job, Phase, Rest, Wish};
 use super::{Controller, NOTICE_MS_MAX, Proposal, Scope, Work};
@@ -263,8 +263,9 @@ impl Controller {
                 }
                 Phase::Running => {
                     let changes_ms = changes_every_ms(&self.state.changes, &self.settings);
+                    let pause_ms = pause_ms(job, move_ms, &self.settings);
                     let staying_ms = staying_ms.or(job.held().map(|held| held.step_ms));
-                    let Some(weighing) = weigh(job, (staying_ms, plan.step_ms), move_ms, changes_ms) else {
+                    let Some(weighing) = weigh(job, (staying_ms, plan.step_ms), pause_ms, changes_ms) else {
                         return;
                     };
                     match weighing.pays() {

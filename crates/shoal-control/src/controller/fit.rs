@@ -208,7 +208,9 @@ impl Job {
         self.spec.check()?;
         let Job { counted, undone, committed, .. } = *self;
         let cost_ms = self.save_cost_ms.unwrap_or(0);
-        for number in [self.epoch.0, self.checkpoint, self.request, self.tried_ms, counted, undone, cost_ms] {
+        let switch_ms = self.switch_ms.unwrap_or(0).max(self.switching_since_ms.unwrap_or(0));
+        let given_out = [self.epoch.0, self.checkpoint, self.request];
+        for number in given_out.into_iter().chain([self.tried_ms, counted, undone, cost_ms, switch_ms]) {
             within(number)?;
         }
         if counted.checked_sub(undone) != Some(committed) {

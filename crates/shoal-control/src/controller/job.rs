@@ -164,6 +164,12 @@ pub struct Job {
     pub failure: Option<String>,
     /// Its state is to be saved and let go of before it moves: there was no room for old and new at once.
     pub cramped: bool,
+    /// How long training last paused for a change that need not have been made, from its last step's end; and since when it
+    /// does.
+    #[serde(default)]
+    pub switch_ms: Option<u64>,
+    #[serde(default)]
+    pub switching_since_ms: Option<u64>,
     /// What planners foresaw for so many workers, in milliseconds a step.
     pub foreseen: BTreeMap<usize, u64>,
     /// Where its workers' time went.
@@ -195,6 +201,8 @@ impl Job {
             tried_ms: 0,
             failure: None,
             cramped: false,
+            switch_ms: None,
+            switching_since_ms: None,
             foreseen: BTreeMap::new(),
             receipt: Receipt::default(),
         }
@@ -264,6 +272,7 @@ impl Job {
     pub(super) fn apply(&mut self, at_ms: u64, change: &Change) {
         let before = Before::of(self);
         self.receipt.pass(at_ms, &self.phase);
+        self.time_switch(at_ms, change);
         self.take_in(change);
         if matches!(change, Change::Abandoned { .. }) {
             self.tried_ms = at_ms;
@@ -271,6 +280,25 @@ impl Job {
         let mut receipt = self.receipt;
         receipt.follow(change, &before, self);
         self.receipt = receipt;
+    }
+
+    /// A plan that was there before the old one ended waits for nothing but the change itself.
+    fn time_switch(&mut self, at_ms: u64, change: &Change) {
+        let planned = matches!(self.phase, Phase::Stopping { next: Some(_), .. });
+        match change {
+            Change::Decided { .. } if planned => self.switching_since_ms = Some(at_ms),
+            Change::Started => {
+                let took_ms = self.switching_since_ms.take().map(|since_ms| at_ms.saturating_sub(since_ms));
+                self.switch_ms = took_ms.or(self.switch_ms);
+            }
+            Change::Abandoned { .. }
+            | Change::Asked { .. }
+            | Change::Rested { .. }
+            | Change::Restored { .. } => {
+                self.switching_since_ms = None;
+            }
+            _ => {}
+        }
     }
 
     fn take_in(&mut self, change: &Change) {

@@ -14,6 +14,12 @@ pub fn changes_every_ms(changes: &Changes, settings: &Settings) -> u64 {
     changes.last_ms.saturating_sub(changes.first_ms) / (changes.count - 1)
 }
 
+/// How long training stands still for a change: at least as long as the last time, whatever moves. Before there was one, two
+/// reports: everyone has to stop, and to say so.
+pub fn pause_ms(job: &Job, move_ms: u64, settings: &Settings) -> u64 {
+    move_ms.max(job.switch_ms.unwrap_or(2 * settings.report_every_ms))
+}
+
 /// By what a step takes with the plan in force and with the other, where there is one in force.
 pub fn weigh(
     job: &Job,

@@ -83,6 +83,8 @@ pub fn run(name: &str, identity: Option<&String>) {
         },
         host_memory_bytes: 64 << 20,
         disk_bytes: None,
+        cores: None,
+        within_machine: Vec::new(),
         network: None,
         dollars_per_hour: 0.0,
         spot: false,

@@ -119,10 +119,10 @@ pub fn run(options: Options) -> Result {
     };
     let listener = TcpListener::bind(listen).map_err(CliError::at(folder.as_path()))?;
     let is_plain = given.played.as_ref().is_some_and(|played| played.part.plain);
-    let guard = if is_plain { Guard::Plain } else { Guard::Tls(identity) };
+    let guard = if is_plain { Guard::Plain } else { Guard::Tls(identity.clone()) };
     let reception = Arc::new(Reception::open(listener, guard)?);
     let machine = options.machine.clone().unwrap_or_else(host_name);
-    let mut about = given.about(&name, reception.address(), machine)?;
+    let mut about = given.about((&name, &identity), reception.address(), machine, &PEERS)?;
     if options.price > 0.0 {
         about.dollars_per_hour = options.price;
     }

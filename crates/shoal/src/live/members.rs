@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 
 use shoal_control::message::WorkerId;
 use shoal_crew::About;
-use shoal_fleet::{Device, Fleet, Node, catalogue};
+use shoal_fleet::{Device, Fleet, Link, Node, catalogue};
 use shoal_planner::GPU_PROCESS_BYTES;
 use shoal_service::planning::Candidate;
 use toml::{Table, Value};
 
 use crate::error::{CliError, Result};
 
-/// Between two workers of one machine, in bytes a second: through its memory.
+/// Between two workers of one machine where nobody measured it, in bytes a second: through its memory.
 const WITHIN_MACHINE: &str = "4 GB/s";
 /// What a message takes there at least: two threads are woken, and cores are shared.
 const WITHIN_MACHINE_LATENCY: &str = "100 us";
@@ -60,8 +60,13 @@ impl Members {
             return Err(CliError::said(format!("no worker computes in {precision}"), hint));
         }
         let stretch = stretch(machines.values().flatten())?;
-        let network = if machines.len() == 1 { WITHIN_MACHINE } else { NETWORK };
-        if machines.len() == 1 {
+        let links: BTreeMap<String, Link> = machines
+            .iter()
+            .filter_map(|(machine, members)| Some((machine.clone(), neighbours_link(members)?)))
+            .collect();
+        let is_one = machines.len() == 1;
+        let network = if is_one { WITHIN_MACHINE } else { NETWORK };
+        if is_one {
             // There is no other machine to keep mirrors on. They are still worth keeping on other workers of this one: a
             // process may die alone.
             let all: Vec<(&Candidate, About)> = machines.into_values().flatten().collect();
@@ -75,7 +80,15 @@ impl Members {
         for (device, (candidate, _)) in fleet.devices.iter_mut().zip(&all) {
             device.name = device_name(candidate.worker);
         }
-        let workers = all.iter().map(|(candidate, _)| candidate.worker).collect();
+        let workers: Vec<WorkerId> = all.iter().map(|(candidate, _)| candidate.worker).collect();
+        for node in &mut fleet.nodes {
+            let (_, about) = all[node.devices.start];
+            match (links.get(&about.machine), is_one) {
+                (Some(link), true) if about.network.is_none() => node.network = link.clone(),
+                (Some(link), false) => node.device_link = Some(link.clone()),
+                _ => {}
+            }
+        }
         let paces: Vec<(&str, u32)> = all
             .iter()
             .map(|(candidate, about)| (about.device.kind.as_str(), candidate.pace_percent))
@@ -110,6 +123,25 @@ fn stretch<'a>(mut members: impl Iterator<Item = &'a (&'a Candidate, About)>) ->
     }
 }
 
+/// From one of a machine's workers to another, where that was measured. When all of them exchange something, and there are
+/// more of them than cores, it takes as many times longer. Whether their own work does depends on how much of a step it is:
+/// that is for their paces to show.
+fn neighbours_link(members: &[(&Candidate, About)]) -> Option<Link> {
+    let abouts = || members.iter().map(|(_, about)| about);
+    let cores = abouts().filter_map(|about| about.cores).max();
+    let times = cores.map_or(1.0, |cores| (members.len() as f64 / cores.max(1) as f64).max(1.0));
+    // The best that any of them saw: others may have had the cores while the rest looked.
+    let mut by_size: BTreeMap<u64, f64> = BTreeMap::new();
+    let is_rate = |(size, rate): &&(u64, f64)| *size > 0 && rate.is_finite() && *rate > 0.0;
+    for (size, rate) in abouts().flat_map(|about| about.within_machine.iter().filter(is_rate)) {
+        let best = by_size.entry(*size).or_default();
+        *best = best.max(*rate);
+    }
+    let slower = |(size, rate): (u64, f64)| (size, leveled_rate(rate) / times);
+    let by_size: Vec<(u64, f64)> = by_size.into_iter().map(slower).collect();
+    (!by_size.is_empty()).then(|| Link::measured(by_size))
+}
+
 /// Rates that differ by less than this are taken for the same: measuring has its noise, and planners find their way sooner
 /// among devices that are alike.
 const RATES_APART: f64 = 1.1;
@@ -119,11 +151,15 @@ fn rated(about: &About) -> u32 {
     let rate = about.device.matrix_flops_per_second.filter(|rate| rate.is_finite() && *rate > 0.0);
     match (rate, catalogue::find(&about.device.kind)) {
         (Some(rate), Some(kind)) => {
-            let steps = (kind.fp32_flops / rate).ln() / RATES_APART.ln();
-            (100.0 * RATES_APART.powf(steps.round())).round().clamp(1.0, 1e6) as u32
+            (100.0 * leveled_rate(kind.fp32_flops / rate)).round().clamp(1.0, 1e6) as u32
         }
         _ => USUAL,
     }
+}
+
+/// The nearest of those that are told apart.
+fn leveled_rate(rate: f64) -> f64 {
+    RATES_APART.powf((rate.ln() / RATES_APART.ln()).round())
 }
 
 /// What workers' own work is expected to take, in percent of what was predicted, by their kinds and what they were seen to
@@ -243,6 +279,33 @@ mod tests {
         for nonsense in [0.0, -1.0, 1e-300] {
             assert!(rated(&about("CPU", Some(nonsense))) >= 100);
         }
+    }
+
+    #[test]
+    fn workers_of_one_machine_exchange_as_quickly_as_they_measured_and_its_cores_allow() {
+        let candidate = |number: u64, machine: &str, cores: usize, rate: f64| {
+            let device =
+                r#"{"kind":"CPU","memory_bytes":1,"workspace_bytes":1,"threads":1,"precisions":["fp32"]}"#;
+            let about = format!(
+                r#"{{"name":"w{number}","address":"127.0.0.1:1","machine":"{machine}","device":{device},"host_memory_bytes":1,"cores":{cores},"within_machine":[[1000,{}],[1000000,{rate}]]}}"#,
+                rate / 100.0,
+            );
+            Candidate { worker: WorkerId(number), name: format!("w{number}"), pace_percent: 100, about }
+        };
+        let four: Vec<Candidate> = (1..=4).map(|number| candidate(number, "m", 2, 1e9)).collect();
+        let members = Members::new(&four, "fp32").unwrap();
+        let seconds = members.fleet.link(0, 1).seconds(1_000_000);
+        assert!((1.8e-3..2.2e-3).contains(&seconds), "two cores for four: {seconds}");
+        let alone = Members::new(&four[..2], "fp32").unwrap();
+        assert!((0.9e-3..1.1e-3).contains(&alone.fleet.link(0, 1).seconds(1_000_000)));
+        // Of two machines, what was measured is between the workers of each.
+        let two = [&four[..2], &[candidate(5, "other", 1, 5e8), candidate(6, "other", 1, 4e8)]].concat();
+        let members = Members::new(&two, "fp32").unwrap();
+        assert!((3.6e-3..4.4e-3).contains(&members.fleet.link(2, 3).seconds(1_000_000)));
+        assert_eq!(
+            members.fleet.nodes[0].network, members.fleet.nodes[1].network,
+            "the network is as it was"
+        );
     }
 
     #[test]

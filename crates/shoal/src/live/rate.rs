@@ -1,5 +1,5 @@
-//! How quick this machine's processor is. The catalogue's figure is one machine's, so a fleet of others would be planned
-//! badly until its steps have shown their paces. Makers' figures of GPUs hold for all of a kind.
+//! How quick this machine's processor is, and messages between its workers. The catalogue's figure is one machine's, so a fleet
+//! of others would be planned badly until its steps have shown their paces. Makers' figures of GPUs hold for all of a kind.
 
 use std::fs::File;
 use std::path::Path;
@@ -26,6 +26,25 @@ struct Measured {
     matrix_flops_per_second: f64,
 }
 
+/// What a worker finds out about its machine when it joins.
+#[derive(Debug, Default)]
+pub struct Found {
+    /// In matrix products with the threads that it gives, as `shoal doctor` measures them; none for a GPU.
+    pub matrix_flops_per_second: Option<f64>,
+    /// Between two of this machine's workers, by the size of the message.
+    pub within_machine: Vec<(u64, f64)>,
+}
+
+/// Measures, one worker of this machine after the other: those that start together would halve each other's rates.
+pub fn find_out(
+    device: &LocalDevice,
+    folder: &Path,
+    link: impl FnOnce() -> Result<Vec<(u64, f64)>>,
+) -> Result<Found> {
+    let _turn = wait_for_turn();
+    Ok(Found { matrix_flops_per_second: measured_rate(device, folder)?, within_machine: link()? })
+}
+
 /// Held as long as it lives. Where the file system knows no locks, nobody waits.
 fn wait_for_turn() -> Option<File> {
     let folder = state_folder();
@@ -35,8 +54,7 @@ fn wait_for_turn() -> Option<File> {
     Some(file)
 }
 
-/// Operations a second in matrix products with the threads that it gives, as `shoal doctor` measures them; none for a GPU.
-pub fn measured_rate(device: &LocalDevice, folder: &Path) -> Result<Option<f64>> {
+fn measured_rate(device: &LocalDevice, folder: &Path) -> Result<Option<f64>> {
     if device.gpu.is_some() {
         return Ok(None);
     }
@@ -47,8 +65,6 @@ pub fn measured_rate(device: &LocalDevice, folder: &Path) -> Result<Option<f64>>
     let same = |known: &Measured| known.threads == threads && known.instruction_set == instruction_set;
     let known = known.filter(same).map(|known| known.matrix_flops_per_second);
     let times = if known.is_some() { 1 } else { TIMES };
-    // One worker of this machine after the other: those that start together would halve each other's rates.
-    let _turn = wait_for_turn();
     let mut matrix_flops_per_second = known.unwrap_or(0.0);
     for _ in 0..times {
         matrix_flops_per_second = matrix_flops_per_second.max(device.measure_rate(Precision::Fp32)?);

@@ -12,17 +12,20 @@ use shoal_crew::about::DeviceAbout;
 use shoal_crew::assembly::Initial;
 use shoal_crew::held_out::HeldOut;
 use shoal_crew::{About, Assembled, Assembler, Crew, Outlets, StepDone};
-use shoal_engine::identity::Identity;
+use shoal_engine::identity::Identity as RunIdentity;
 use shoal_engine::{EngineError, Tiers};
 use shoal_fleet::catalogue;
 use shoal_model::Chain;
+use shoal_net::Settings;
+use shoal_net::identity::Identity;
 use shoal_service::wire::StepLine;
 use shoal_service::worker_driver::{Engine, Happening};
 use shoal_state::checkpoint::Store;
 
 use super::description::{Description, eval_every_steps};
+use super::loopback;
 use super::played::Played;
-use super::rate::measured_rate;
+use super::rate::{Found, find_out};
 use super::within::Within;
 use crate::assemble::{self, JobData, LocalDevice};
 use crate::error::{CliError, Result};
@@ -68,22 +71,30 @@ impl Given {
         Given { device, host_memory_bytes, folder, within, played: Some(played) }
     }
 
-    pub fn about(&self, name: &str, address: SocketAddr, machine: String) -> Result<About> {
+    /// What it says of itself to others, whom it meets as `peers` has it.
+    pub fn about(
+        &self,
+        (name, identity): (&str, &Identity),
+        address: SocketAddr,
+        machine: String,
+        peers: &Settings,
+    ) -> Result<About> {
         let kind = match self.device.gpu {
             Some(_) => catalogue::name(self.device.kind()),
             None => catalogue::CPU.to_owned(),
         };
+        let link = || loopback::measured(identity, name, peers);
         // What plays another device is as quick as that one.
-        let matrix_flops_per_second = match self.played {
-            None => measured_rate(&self.device, &self.folder)?,
-            Some(_) => None,
+        let found = match self.played {
+            None => find_out(&self.device, &self.folder, link)?,
+            Some(_) => Found::default(),
         };
         let device = DeviceAbout {
             kind,
             memory_bytes: self.device.budget_bytes,
             workspace_bytes: self.device.offer().workspace_bytes,
             threads: self.device.threads,
-            matrix_flops_per_second,
+            matrix_flops_per_second: found.matrix_flops_per_second,
             precisions: self.device.precisions().into_iter().map(str::to_owned).collect(),
         };
         let mut about = About {
@@ -94,6 +105,8 @@ impl Given {
             host_memory_bytes: self.host_memory_bytes,
             disk_bytes: None,
             network: None,
+            cores: Some(machine::cores()),
+            within_machine: found.within_machine,
             dollars_per_hour: 0.0,
             spot: false,
             drills: false,
@@ -140,10 +153,10 @@ impl Given {
 }
 
 /// What the run folder calls the job, so that what is trained can be exported from there. Workers write the same.
-fn identity(job: &Job, data_fingerprint: &str, worker: &Path) -> Result<Identity> {
+fn identity(job: &Job, data_fingerprint: &str, worker: &Path) -> Result<RunIdentity> {
     let config = job.model.write(job.original_config.as_ref());
-    let identity = Identity::new(job.fixed_keys(data_fingerprint), job.free_keys(), config);
-    match Identity::read(&job.run_folder)? {
+    let identity = RunIdentity::new(job.fixed_keys(data_fingerprint), job.free_keys(), config);
+    match RunIdentity::read(&job.run_folder)? {
         Some(there) => identity.compare(&there, &job.run_folder)?,
         None => announce(&identity, &job.run_folder, worker)?,
     }
@@ -152,7 +165,7 @@ fn identity(job: &Job, data_fingerprint: &str, worker: &Path) -> Result<Identity
 
 /// Many may do so at once, and any of them may be killed: each writes where nobody else does, and what is whole takes its
 /// place in one move.
-fn announce(identity: &Identity, run_folder: &Path, worker: &Path) -> Result {
+fn announce(identity: &RunIdentity, run_folder: &Path, worker: &Path) -> Result {
     let own = shoal_plan::table::short_hash(worker.as_os_str().as_encoded_bytes());
     let aside = run_folder.join(format!("run.json.{own}"));
     identity.claim(&aside)?;
