@@ -479,3 +479,61 @@ fn a_dead_end_that_cannot_be_saved_is_not_saved_for_ever() {
     let job = &fleet.controller.state().jobs[&JobId(1)];
     assert_eq!((&job.phase, job.committed, saves), (&Phase::Resting(Rest::Failed), 0, 3));
 }
+
+/// A job of three workers that runs its first plan.
+fn trio() -> Fleet {
+    let mut fleet = Fleet::new(3);
+    fleet.step(Event::Submit { job: JobId(1), spec: spec(Class::Foreground, 1) });
+    fleet.answer(100, 0);
+    fleet.start(1, 1, &[1, 2, 3]);
+    fleet
+}
+
+fn vanishes(worker: u64) -> impl Fn(&Record) -> bool {
+    move |record| matches!(record, Record::Lost { worker: lost, how: Loss::Vanished, .. } if lost.0 == worker)
+}
+
+#[test]
+fn one_whose_connection_ended_and_whom_its_peers_lost_is_dead_and_its_lease_is_waited_for() {
+    let mut fleet = trio();
+    let heard_ms = fleet.now_ms;
+    assert_eq!(fleet.step(Event::Closed { worker: WorkerId(3) }), [], "it may come back");
+    fleet.part(1, 1, 1, Stage::Stopped, Standing::at(0));
+    let status = fleet.status(1, 1).part.as_mut().expect("it has a part");
+    status.culprit = Some(WorkerId(3));
+    let records = fleet.report(1);
+    assert!(records.iter().any(vanishes(3)), "{records:?}");
+    fleet.part(2, 1, 1, Stage::Stopped, Standing::at(0));
+    fleet.answer(100, 0);
+    for worker in [1, 2] {
+        fleet.status(worker, 1).next = Some((Epoch(2), Progress::Ready));
+        fleet.report(worker);
+    }
+    let started = (1, Change::Started);
+    let first = changes(&fleet.records).iter().filter(|change| **change == started).count();
+    assert_eq!(first, 1, "the third may still run the plan before");
+    let deadline_ms = Settings::default().deadline_ms;
+    while fleet.now_ms < heard_ms + deadline_ms {
+        let records = fleet.step(Event::Tick);
+        assert!(!changes(&records).contains(&started) || fleet.now_ms >= heard_ms + deadline_ms - 1);
+        [1, 2].iter().for_each(|worker| drop(fleet.report(*worker)));
+    }
+    fleet.step(Event::Tick);
+    assert_eq!(changes(&fleet.records).iter().filter(|change| **change == started).count(), 2);
+}
+
+#[test]
+fn one_whose_connection_ended_is_waited_for_where_nobody_misses_it_or_it_alone_has_something() {
+    // Its peers still hear it.
+    let mut fleet = trio();
+    fleet.step(Event::Closed { worker: WorkerId(3) });
+    fleet.report(3);
+    fleet.part(1, 1, 1, Stage::Stopped, Standing::at(0));
+    fleet.status(1, 1).part.as_mut().expect("it has a part").culprit = Some(WorkerId(3));
+    let records = fleet.report(1);
+    assert!(!records.iter().any(vanishes(3)), "it was heard of since: {records:?}");
+    // One with nothing to do is no loss, and no plan should count on it.
+    let mut fleet = Fleet::new(1);
+    let records = fleet.step(Event::Closed { worker: WorkerId(1) });
+    assert!(records.iter().any(vanishes(1)), "{records:?}");
+}

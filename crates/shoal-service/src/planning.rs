@@ -6,8 +6,12 @@ use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
+use rustix::process::setpriority_process;
 use shoal_control::controller::{Keeping, Proposal};
 use shoal_control::message::{JobId, Plan, WorkerId};
+
+/// The nice value of what nobody waits for. On Linux it is the calling thread's, and of those that it starts.
+const LEAST_URGENT: i32 = 19;
 
 /// Threads that plan at a time.
 const PLANNERS_MAX: usize = 2;
@@ -175,8 +179,15 @@ fn run(
         }
         Errand::Foresee(question) => {
             let is_free = || lock(&shared.0).is_idle();
-            // What it does not find out it will be asked.
-            let _ = catch_unwind(AssertUnwindSafe(|| planner.foresee(&question, &is_free)));
+            // On a thread of its own, which gives way to all else and could not become urgent again. What it does not find
+            // out it will be asked.
+            std::thread::scope(|scope| {
+                let looks = || {
+                    let _ = setpriority_process(None, LEAST_URGENT);
+                    let _ = catch_unwind(AssertUnwindSafe(|| planner.foresee(&question, &is_free)));
+                };
+                let _ = std::thread::Builder::new().spawn_scoped(scope, looks);
+            });
             lock(&shared.0).foresees = false;
             shared.1.notify_one();
         }
