@@ -184,8 +184,8 @@ pub struct Controller {
     departed: BTreeMap<JobId, Spent>,
     /// Before when none of a job's plans starts: until then a worker that has vanished may run the one before on its lease.
     fences: BTreeMap<JobId, u64>,
-    /// When the last worker joined.
-    joined_ms: Option<u64>,
+    /// The last worker that joined, and when.
+    newcomer: Option<(WorkerId, u64)>,
     /// Of the last event.
     now_ms: u64,
     /// As they follow from the state, which steps that are done do not change; they are much work for many jobs.
@@ -222,7 +222,7 @@ impl Controller {
             stopping_ms: BTreeMap::new(),
             departed: BTreeMap::new(),
             fences: BTreeMap::new(),
-            joined_ms: None,
+            newcomer: None,
             now_ms: 0,
             shares: None,
             bug: None,
@@ -495,7 +495,7 @@ impl Controller {
             Record::Joined { worker, .. } => {
                 let seen = Seen { heard_ms: now_ms, ..Seen::default() };
                 self.seen.insert(*worker, seen);
-                self.joined_ms = Some(now_ms);
+                self.newcomer = Some((*worker, now_ms));
             }
             Record::Lost { worker, .. } => {
                 let seen = self.seen.remove(worker);

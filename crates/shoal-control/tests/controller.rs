@@ -65,8 +65,7 @@ fn one_that_starts_again_says_what_had_been_decided() {
 fn a_newcomer_is_taken_in_if_that_pays() {
     for (step_ms, move_ms, pays) in [(70, 500, true), (100, 500, false), (99, 60_000, false)] {
         let mut fleet = pair();
-        fleet.join(3);
-        fleet.report(3);
+        fleet.join_alone(3);
         let records = fleet.answer(step_ms, move_ms);
         match (&changes(&records)[..], pays) {
             ([(1, Change::Stopping { why: Why::Pays, after: Some(1), next: Some(_) })], true) => {}
@@ -81,8 +80,7 @@ fn a_plan_in_force_is_weighed_as_it_runs_now() {
     // It was foreseen to take 100 ms a step, before one of its workers became slow.
     for (staying_ms, pays) in [(None, false), (Some(120), false), (Some(290), true)] {
         let mut fleet = pair();
-        fleet.join(3);
-        fleet.report(3);
+        fleet.join_alone(3);
         let records = fleet.answer_beside(120, 500, staying_ms);
         match (&changes(&records)[..], pays) {
             ([(1, Change::Stopping { why: Why::Pays, .. })], true) => {}
@@ -344,8 +342,7 @@ fn a_job_that_cannot_begin_says_why_and_asks_for_its_owner() {
 #[test]
 fn where_there_is_no_room_to_move_state_goes_through_a_checkpoint() {
     let mut fleet = pair();
-    fleet.join(3);
-    fleet.report(3);
+    fleet.join_alone(3);
     fleet.answer(50, 10);
     let standing = Standing { closing: closing(0), ..Standing::at(1) };
     for worker in [1, 2] {
@@ -411,8 +408,7 @@ fn a_machine_that_does_not_help_one_job_goes_to_the_next() {
         fleet.answer(100, 0);
         fleet.start(job, 1, &[job]);
     }
-    fleet.join(3);
-    fleet.report(3);
+    fleet.join_alone(3);
     assert_eq!(fleet.asked.last().map(|(job, _, workers)| (job.0, workers.len())), Some((1, 2)));
     let records = fleet.answer(100, 0);
     assert!(matches!(changes(&records)[0], (1, Change::Declined { .. })), "{records:?}");
@@ -494,15 +490,24 @@ fn vanishes(worker: u64) -> impl Fn(&Record) -> bool {
 }
 
 #[test]
-fn one_whose_connection_ended_and_whom_its_peers_lost_is_dead_and_its_lease_is_waited_for() {
+fn those_who_join_together_are_one_question() {
+    let mut fleet = pair();
+    fleet.join(3);
+    fleet.report(3);
+    assert!(fleet.asked.is_empty(), "others may come");
+    fleet.join_alone(4);
+    let workers: Vec<u64> =
+        fleet.asked.iter().flat_map(|(_, _, workers)| workers).map(|worker| worker.0).collect();
+    assert_eq!(workers, [1, 2, 3, 4]);
+}
+
+#[test]
+fn one_whose_connection_ended_and_whose_plan_stalls_is_dead_and_its_lease_is_waited_for() {
     let mut fleet = trio();
     let heard_ms = fleet.now_ms;
     assert_eq!(fleet.step(Event::Closed { worker: WorkerId(3) }), [], "it may come back");
     fleet.part(1, 1, 1, Stage::Stopped, Standing::at(0));
-    let status = fleet.status(1, 1).part.as_mut().expect("it has a part");
-    status.culprit = Some(WorkerId(3));
-    let records = fleet.report(1);
-    assert!(records.iter().any(vanishes(3)), "{records:?}");
+    assert!(fleet.records.iter().any(vanishes(3)), "{:?}", fleet.records);
     fleet.part(2, 1, 1, Stage::Stopped, Standing::at(0));
     fleet.answer(100, 0);
     for worker in [1, 2] {

@@ -54,22 +54,22 @@ impl Controller {
         Some(Record::Lost { worker: *worker, how: Loss::Left, at_ms: now_ms })
     }
 
-    /// Whoever's connection has ended is dead if those who work with it say so too: there is no need to wait for its silence.
-    /// Where that would cost a job its state it is waited for all the same. What it may be running until its lease is over,
-    /// `fences` see to.
+    /// Whoever's connection has ended is dead if those who work with it say so too, or if their plan has ended by a loss anyway:
+    /// there is no need to wait for its silence. Where that would cost a job its state it is waited for all the same. What it
+    /// may be running until its lease is over, `fences` see to.
     fn vanished(&self, now_ms: u64) -> Option<Record> {
         let mut closed = self.seen.iter().filter(|(_, seen)| seen.closed).map(|(worker, _)| *worker);
         let worker = closed.find(|worker| {
             let jobs: Vec<(&JobId, &Job)> =
                 self.state.jobs.iter().filter(|(_, job)| job.involved().contains(worker)).collect();
-            let is_accused = |(id, job): &(&JobId, &Job)| {
+            let is_missed = |(id, job): &(&JobId, &Job)| {
                 let mut others = job.involved().into_iter().filter(|other| other != worker);
-                others.any(|other| self.accused(**id, job, other) == Some(*worker))
+                ends_by_loss(job) || others.any(|other| self.accused(**id, job, other) == Some(*worker))
             };
             let goes_on = |(_, job): &(&JobId, &Job)| {
                 job.held().is_none_or(|plan| self.state.covers_without(plan, *worker))
             };
-            jobs.is_empty() || jobs.iter().any(is_accused) && jobs.iter().all(goes_on)
+            jobs.is_empty() || jobs.iter().any(is_missed) && jobs.iter().all(goes_on)
         })?;
         Some(Record::Lost { worker, how: Loss::Vanished, at_ms: now_ms })
     }
@@ -369,9 +369,15 @@ impl Controller {
             let in_time = by_ms.is_none_or(|by| by > now_ms + 2 * plan.step_ms);
             return stop(end.filter(|_| in_time), Why::Taken);
         }
-        let gathers =
-            self.joined_ms.is_some_and(|at_ms| now_ms < at_ms.saturating_add(self.settings.gather_ms));
-        self.save_running(id, job, plan).or_else(|| self.ask(job, share).filter(|_| !gathers))
+        self.save_running(id, job, plan)
+            .or_else(|| self.ask(job, share).filter(|_| !self.gathers(now_ms, job)))
+    }
+
+    /// Whether others may be about to join that one plan should be made for.
+    fn gathers(&self, now_ms: u64, job: &Job) -> bool {
+        let Some((worker, at_ms)) = self.newcomer else { return false };
+        let is_known = job.weighed.iter().flatten().any(|(known, _)| *known == worker);
+        !is_known && now_ms < at_ms.saturating_add(self.settings.gather_ms)
     }
 
     /// Begins a checkpoint when one is due, and ends it.
@@ -545,6 +551,15 @@ impl Controller {
         let distinct: BTreeSet<&WorkerId> = workers.iter().collect();
         let left_out = distinct.last().copied().filter(|_| self.bug == Some(bug) && distinct.len() > 1);
         workers.iter().filter(move |worker| Some(*worker) != left_out)
+    }
+}
+
+/// Whether its plan is being replaced, or is about to be because somebody was lost.
+fn ends_by_loss(job: &Job) -> bool {
+    match job.phase {
+        Phase::Stopping { why, .. } => matches!(why, Why::Lost | Why::Stalled),
+        Phase::Settling { .. } | Phase::Planning { .. } | Phase::Moving { .. } => true,
+        Phase::Resting(_) | Phase::Running | Phase::Saving => false,
     }
 }
 

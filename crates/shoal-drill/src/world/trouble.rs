@@ -75,8 +75,9 @@ impl World<'_> {
             }
             Fault::Reset { node, for_ms } => {
                 self.coverage.count("fault: connections reset");
+                let until_ms = until_ms(for_ms);
                 self.reset(node);
-                self.isolate(Some(node), until_ms(for_ms));
+                self.isolate(Some(node), until_ms);
             }
             Fault::Cramp { node, for_ms } => {
                 self.coverage.count("fault: worker without room");
