@@ -20,6 +20,8 @@ pub enum Bug {
     GoBack,
     /// The controller starts a plan before the last worker has its state.
     StartUnready,
+    /// The controller starts a plan while a worker that has vanished may still run the one before.
+    StartUnfenced,
     /// The controller forgets, when it starts again, what it had asked the planner.
     ForgetPlanner,
     /// The controller does not look whether a slice has lost its last holder.
@@ -55,7 +57,7 @@ pub enum Bug {
 }
 
 impl Bug {
-    pub const ALL: [Bug; 24] = [
+    pub const ALL: [Bug; 25] = [
         Bug::SayBeforeSync,
         Bug::KeepTornTail,
         Bug::CountAgain,
@@ -64,6 +66,7 @@ impl Bug {
         Bug::DecideEarly,
         Bug::GoBack,
         Bug::StartUnready,
+        Bug::StartUnfenced,
         Bug::ForgetPlanner,
         Bug::ForgetHolders,
         Bug::GiveUp,

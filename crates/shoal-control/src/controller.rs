@@ -48,6 +48,10 @@ pub enum Event {
     /// Time has passed: at least every `report_every_ms`.
     Tick,
     Message(ToController),
+    /// A worker's connection has ended and it has no other: its process may be dead, or the network have broken.
+    Closed {
+        worker: WorkerId,
+    },
     /// The planner's answer, or why there is no plan.
     Planned {
         job: JobId,
@@ -144,6 +148,8 @@ struct Seen {
     off: Option<Off>,
     /// How often peers could not reach it since a step was last done.
     strikes: u32,
+    /// Its connection has ended since it was last heard of.
+    closed: bool,
 }
 
 /// Steps one after the other that were all slower than what is known of a device, or all quicker.
@@ -177,6 +183,10 @@ pub struct Controller {
     stopping_ms: BTreeMap<JobId, u64>,
     /// Where the time of those went who were lost since a job's plan came into force.
     departed: BTreeMap<JobId, Spent>,
+    /// Before when none of a job's plans starts: until then a worker that has vanished may run the one before on its lease.
+    fences: BTreeMap<JobId, u64>,
+    /// The last worker that joined, and when.
+    newcomer: Option<(WorkerId, u64)>,
     /// Of the last event.
     now_ms: u64,
     /// As they follow from the state, which steps that are done do not change; they are much work for many jobs.
@@ -212,6 +222,8 @@ impl Controller {
             seen: BTreeMap::new(),
             stopping_ms: BTreeMap::new(),
             departed: BTreeMap::new(),
+            fences: BTreeMap::new(),
+            newcomer: None,
             now_ms: 0,
             shares: None,
             bug: None,
@@ -250,6 +262,11 @@ impl Controller {
                 self.join(now_ms, name, boot, (about, price), &mut work)
             }
             Event::Message(ToController::Report(report)) => self.hear(now_ms, report, &mut work),
+            Event::Closed { worker } => {
+                if let Some(seen) = self.seen.get_mut(&worker) {
+                    seen.closed = true;
+                }
+            }
             Event::Planned { job, request, answer } => self.planned(now_ms, job, request, answer, &mut work),
             Event::Submit { job, spec } => {
                 if !self.state.jobs.contains_key(&job) && spec.check().is_ok() {
@@ -281,6 +298,9 @@ impl Controller {
             let seen = Seen { heard_ms: now_ms, told: self.state.revision, ..Seen::default() };
             self.seen.insert(*worker, seen);
         }
+        // Nor who had vanished.
+        let until_ms = now_ms.saturating_add(self.settings.deadline_ms);
+        self.fences.extend(self.state.jobs.keys().map(|job| (*job, until_ms)));
         work.saved.extend(self.state.jobs.keys());
         if self.bug == Some(Bug::ForgetPlanner) {
             return;
@@ -361,7 +381,7 @@ impl Controller {
             }
             return;
         }
-        (seen.heard_ms, seen.number) = (now_ms, number);
+        (seen.heard_ms, seen.number, seen.closed) = (now_ms, number, false);
         if seen.jobs != jobs {
             let old = std::mem::replace(&mut seen.jobs, jobs);
             let is_new = |(id, status): &(&JobId, &Status)| old.get(id) != Some(*status);
@@ -467,6 +487,7 @@ impl Controller {
             work.scope = Scope::All;
         }
         self.blame(&record);
+        self.fence(&record);
         if let Err(misfit) = self.state.apply(&record) {
             work.step.misfit = Some(misfit);
             return;
@@ -478,6 +499,7 @@ impl Controller {
             Record::Joined { worker, .. } => {
                 let seen = Seen { heard_ms: now_ms, ..Seen::default() };
                 self.seen.insert(*worker, seen);
+                self.newcomer = Some((*worker, now_ms));
             }
             Record::Lost { worker, .. } => {
                 let seen = self.seen.remove(worker);
@@ -489,6 +511,18 @@ impl Controller {
             _ => {}
         }
         work.step.records.push(record);
+    }
+
+    /// A worker that is not waited for to be silent for long may still be running.
+    fn fence(&mut self, record: &Record) {
+        let Record::Lost { worker, how: Loss::Vanished, .. } = record else { return };
+        let Some(seen) = self.seen.get(worker) else { return };
+        let until_ms = seen.heard_ms.saturating_add(self.settings.deadline_ms);
+        let jobs = self.state.jobs.iter().filter(|(_, job)| job.involved().contains(worker));
+        for (job, _) in jobs {
+            let fence = self.fences.entry(*job).or_default();
+            *fence = until_ms.max(*fence);
+        }
     }
 
     fn follow(&mut self, now_ms: u64, id: JobId, change: &Change, work: &mut Work) {
@@ -504,6 +538,7 @@ impl Controller {
                 work.step.actions.push(Action::KeepCheckpoints { job: id, keeping });
             }
             Change::Decided { .. } => drop(self.departed.remove(&id)),
+            Change::Started => drop(self.fences.remove(&id)),
             Change::Restored { .. } => {
                 self.departed.remove(&id);
                 work.saved.insert(id);

@@ -21,6 +21,8 @@ pub struct Settings {
     /// How long workers that are to stop at a step's end may take before the step is given up, or three steps if those are
     /// longer.
     pub grace_ms: u64,
+    /// How long jobs that run go on as they are after a worker has joined: others may be about to.
+    pub gather_ms: u64,
     /// How long a worker that its peers cannot reach, though the controller can, gets no work.
     pub quarantine_ms: u64,
     /// Before state that could not be had is tried to be had again; twice as long with each further try.
@@ -47,6 +49,7 @@ impl Default for Settings {
             halt_ms_max: 200,
             deadline_ms: 900,
             grace_ms: 2_000,
+            gather_ms: 300,
             quarantine_ms: 30_000,
             retry_ms: 500,
             slow_percent: 150,

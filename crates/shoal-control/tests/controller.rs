@@ -65,8 +65,7 @@ fn one_that_starts_again_says_what_had_been_decided() {
 fn a_newcomer_is_taken_in_if_that_pays() {
     for (step_ms, move_ms, pays) in [(70, 500, true), (100, 500, false), (99, 60_000, false)] {
         let mut fleet = pair();
-        fleet.join(3);
-        fleet.report(3);
+        fleet.join_alone(3);
         let records = fleet.answer(step_ms, move_ms);
         match (&changes(&records)[..], pays) {
             ([(1, Change::Stopping { why: Why::Pays, after: Some(1), next: Some(_) })], true) => {}
@@ -100,8 +99,7 @@ fn a_plan_in_force_is_weighed_as_it_runs_now() {
     // It was foreseen to take 100 ms a step, before one of its workers became slow.
     for (staying_ms, pays) in [(None, false), (Some(120), false), (Some(290), true)] {
         let mut fleet = pair();
-        fleet.join(3);
-        fleet.report(3);
+        fleet.join_alone(3);
         let records = fleet.answer_beside(120, 500, staying_ms);
         match (&changes(&records)[..], pays) {
             ([(1, Change::Stopping { why: Why::Pays, .. })], true) => {}
@@ -372,8 +370,7 @@ fn a_job_that_cannot_begin_says_why_and_asks_for_its_owner() {
 #[test]
 fn where_there_is_no_room_to_move_state_goes_through_a_checkpoint() {
     let mut fleet = pair();
-    fleet.join(3);
-    fleet.report(3);
+    fleet.join_alone(3);
     fleet.answer(50, 10);
     let standing = Standing { closing: closing(0), ..Standing::at(1) };
     for worker in [1, 2] {
@@ -439,8 +436,7 @@ fn a_machine_that_does_not_help_one_job_goes_to_the_next() {
         fleet.answer(100, 0);
         fleet.start(job, 1, &[job]);
     }
-    fleet.join(3);
-    fleet.report(3);
+    fleet.join_alone(3);
     assert_eq!(fleet.asked.last().map(|(job, _, workers)| (job.0, workers.len())), Some((1, 2)));
     let records = fleet.answer(100, 0);
     assert!(matches!(changes(&records)[0], (1, Change::Declined { .. })), "{records:?}");
@@ -506,4 +502,71 @@ fn a_dead_end_that_cannot_be_saved_is_not_saved_for_ever() {
     }
     let job = &fleet.controller.state().jobs[&JobId(1)];
     assert_eq!((&job.phase, job.committed, saves), (&Phase::Resting(Rest::Failed), 0, 3));
+}
+
+/// A job of three workers that runs its first plan.
+fn trio() -> Fleet {
+    let mut fleet = Fleet::new(3);
+    fleet.step(Event::Submit { job: JobId(1), spec: spec(Class::Foreground, 1) });
+    fleet.answer(100, 0);
+    fleet.start(1, 1, &[1, 2, 3]);
+    fleet
+}
+
+fn vanishes(worker: u64) -> impl Fn(&Record) -> bool {
+    move |record| matches!(record, Record::Lost { worker: lost, how: Loss::Vanished, .. } if lost.0 == worker)
+}
+
+#[test]
+fn those_who_join_together_are_one_question() {
+    let mut fleet = pair();
+    fleet.join(3);
+    fleet.report(3);
+    assert!(fleet.asked.is_empty(), "others may come");
+    fleet.join_alone(4);
+    let workers: Vec<u64> =
+        fleet.asked.iter().flat_map(|(_, _, workers)| workers).map(|worker| worker.0).collect();
+    assert_eq!(workers, [1, 2, 3, 4]);
+}
+
+#[test]
+fn one_whose_connection_ended_and_whose_plan_stalls_is_dead_and_its_lease_is_waited_for() {
+    let mut fleet = trio();
+    let heard_ms = fleet.now_ms;
+    assert_eq!(fleet.step(Event::Closed { worker: WorkerId(3) }), [], "it may come back");
+    fleet.part(1, 1, 1, Stage::Stopped, Standing::at(0));
+    assert!(fleet.records.iter().any(vanishes(3)), "{:?}", fleet.records);
+    fleet.part(2, 1, 1, Stage::Stopped, Standing::at(0));
+    fleet.answer(100, 0);
+    for worker in [1, 2] {
+        fleet.status(worker, 1).next = Some((Epoch(2), Progress::Ready));
+        fleet.report(worker);
+    }
+    let started = (1, Change::Started);
+    let first = changes(&fleet.records).iter().filter(|change| **change == started).count();
+    assert_eq!(first, 1, "the third may still run the plan before");
+    let deadline_ms = Settings::default().deadline_ms;
+    while fleet.now_ms < heard_ms + deadline_ms {
+        let records = fleet.step(Event::Tick);
+        assert!(!changes(&records).contains(&started) || fleet.now_ms >= heard_ms + deadline_ms - 1);
+        [1, 2].iter().for_each(|worker| drop(fleet.report(*worker)));
+    }
+    fleet.step(Event::Tick);
+    assert_eq!(changes(&fleet.records).iter().filter(|change| **change == started).count(), 2);
+}
+
+#[test]
+fn one_whose_connection_ended_is_waited_for_where_nobody_misses_it_or_it_alone_has_something() {
+    // Its peers still hear it.
+    let mut fleet = trio();
+    fleet.step(Event::Closed { worker: WorkerId(3) });
+    fleet.report(3);
+    fleet.part(1, 1, 1, Stage::Stopped, Standing::at(0));
+    fleet.status(1, 1).part.as_mut().expect("it has a part").culprit = Some(WorkerId(3));
+    let records = fleet.report(1);
+    assert!(!records.iter().any(vanishes(3)), "it was heard of since: {records:?}");
+    // One with nothing to do is no loss, and no plan should count on it.
+    let mut fleet = Fleet::new(1);
+    let records = fleet.step(Event::Closed { worker: WorkerId(1) });
+    assert!(records.iter().any(vanishes(1)), "{records:?}");
 }

@@ -21,6 +21,10 @@ use crate::share::{Body, Share};
 use crate::table::Table;
 use crate::transfer::{Filling, Transfer};
 
+/// A device whose own work is foreseen to be less of a step than this is not judged by it: what so little takes says more of
+/// who else was on the processor.
+const JUDGED_SHARE_MIN: f64 = 0.05;
+
 /// What is known of a share before it has any state.
 struct Frame {
     plan: Arc<Plan>,
@@ -117,7 +121,9 @@ impl Hands {
         if program.instructions.is_empty() {
             return Err(CrewError::Table { what: "it gives this worker nothing to do".into() });
         }
-        let work_ms = table.work_ms.get(index).copied().filter(|work_ms| *work_ms > 0.0);
+        let least_ms = JUDGED_SHARE_MIN * installation.plan.step_ms as f64;
+        let work_ms =
+            table.work_ms.get(index).copied().filter(|work_ms| *work_ms > 0.0 && *work_ms >= least_ms);
         let bubble = table.bubbles.get(index).copied().unwrap_or(0.0).clamp(0.0, 1.0);
         let peers = Peers::new(installation.plan.members.clone(), own)?;
         Ok(Some(Frame { plan: plan.into(), plan_id, peers, program: program.into(), work_ms, bubble }))
@@ -207,7 +213,8 @@ impl Hands {
             false => Peers::new(vec![own], own)?,
         };
         let key = (self.job, epoch, Purpose::Install);
-        let fabric = peers.connect(&self.crewed, key, &installation.abouts, brake)?;
+        let partners = transfer.partners().into_iter().filter_map(|worker| peers.rank_of(worker)).collect();
+        let fabric = peers.connect(&self.crewed, key, partners, &installation.abouts, brake)?;
         Ok(Some(Meeting { tables: [before, after], transfer, peers, fabric }))
     }
 

@@ -1,10 +1,10 @@
 //! The workers that something is done with: their places in a fabric, where they are reached, and whose fault a failure is.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use shoal_control::message::{Epoch, JobId, WorkerId};
-use shoal_net::{Error, Fabric, Seat};
+use shoal_net::{Error, Fabric, Seat, all_but};
 
 use crate::Crewed;
 use crate::about::About;
@@ -45,11 +45,17 @@ impl Peers {
         self.workers.iter().position(|other| *other == worker)
     }
 
-    /// Connects them all; none where there is nobody else.
+    /// All the others, by rank.
+    pub fn everyone(&self) -> BTreeSet<usize> {
+        all_but(self.rank, self.workers.len()).into_iter().collect()
+    }
+
+    /// Connects this worker with those that it exchanges messages with, by rank; none where there is nobody else.
     pub fn connect(
         &self,
         crewed: &Crewed,
         (job, epoch, purpose): (JobId, Epoch, Purpose),
+        partners: BTreeSet<usize>,
         abouts: &BTreeMap<WorkerId, String>,
         brake: &Brake,
     ) -> Result<Option<Arc<Fabric>>> {
@@ -66,6 +72,7 @@ impl Peers {
         let seat = Seat {
             rank: self.rank,
             addresses: abouts.iter().map(|about| about.address).collect(),
+            peers: partners.into_iter().collect(),
             fabric: number,
             names: abouts.into_iter().map(|about| about.name).collect(),
         };

@@ -8,6 +8,7 @@ use std::time::Instant;
 use shoal_control::message::{Epoch, Spent, WorkerId};
 use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_engine::executor::Gate;
+use shoal_engine::partners::partners;
 use shoal_engine::stepping::{Work, is_shared};
 use shoal_engine::{EngineError, Traced};
 use shoal_plan::{Instruction, Lane, Layout, Op, Program, Standing};
@@ -82,7 +83,14 @@ impl Hands {
             return Ok(());
         }
         let key = (self.job, epoch, Purpose::Run);
-        let fabric = share.peers.connect(&self.crewed, key, &share.abouts, brake)?;
+        let partners = match &self.assembled {
+            // Evaluation deals its samples out in other ways than steps do.
+            Some(assembled) if assembled.held_out.is_none() => {
+                partners(&Layout::new(&share.plan, &assembled.chain), &share.program)
+            }
+            _ => share.peers.everyone(),
+        };
+        let fabric = share.peers.connect(&self.crewed, key, partners, &share.abouts, brake)?;
         let (may_run, pulled) = (self.crewed.setup.may_run.clone(), brake.clone());
         let gate: Gate = Arc::new(move || !pulled.is_pulled() && may_run());
         let parked =

@@ -94,6 +94,18 @@ impl Transfer {
         of_pieces.chain(of_scale).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
+    /// Those of them between whom and this worker anything does.
+    pub fn partners(&self) -> BTreeSet<WorkerId> {
+        let of_pieces = self.pieces.iter().map(|piece| (piece.from, piece.to));
+        let of_scale = self.scale.iter().flat_map(|(from, to)| to.iter().map(|to| (*from, *to)));
+        let other = |(from, to): (WorkerId, WorkerId)| match self.own {
+            own if own == from => Some(to),
+            own if own == to => Some(from),
+            _ => None,
+        };
+        of_pieces.chain(of_scale).filter_map(other).collect()
+    }
+
     /// Sends what is to be sent, and sets the new state if there is one here. What was held is only read. The loss scale that
     /// the state goes with comes back.
     pub fn carry_out(

@@ -23,6 +23,7 @@ pub const ALL: &[&str] = &[
     "fault: two workers cut off from each other",
     "fault: controller cut off",
     "fault: one way cut",
+    "fault: connections reset",
     "fault: preemption notice",
     "fault: worker joins",
     "fault: worker without room",
@@ -35,6 +36,7 @@ pub const ALL: &[&str] = &[
     "worker: begins anew",
     "member: joined",
     "member: silent",
+    "member: vanished",
     "member: replaced",
     "member: left",
     "member: leaving",
@@ -93,6 +95,7 @@ impl Coverage {
         self.count(match record {
             Record::Joined { .. } => "member: joined",
             Record::Lost { how: Loss::Silent, .. } => "member: silent",
+            Record::Lost { how: Loss::Vanished, .. } => "member: vanished",
             Record::Lost { how: Loss::Replaced, .. } => "member: replaced",
             Record::Lost { how: Loss::Left, .. } => "member: left",
             Record::Leaving { .. } => "member: leaving",

@@ -491,6 +491,13 @@ impl JobEngine {
         self.halt(culprit, around);
     }
 
+    /// The connection to a peer has ended.
+    pub fn lose(&mut self, peer: WorkerId, around: &mut Around) {
+        if self.active(around).is_some_and(|(share, _)| share.plan.place(peer).is_some()) {
+            self.halt(Some(peer), around);
+        }
+    }
+
     fn halt(&mut self, culprit: Option<WorkerId>, around: &mut Around) {
         let Some(run) = self.run.take() else { return };
         if let Some(share) = self.shares.get(&run.epoch) {

@@ -14,9 +14,11 @@ pub enum Fault {
     Start {
         node: usize,
     },
+    /// `reset`: the machine is still there, and resets the connections that the process had.
     Kill {
         node: usize,
         for_ms: u64,
+        reset: bool,
     },
     Freeze {
         node: usize,
@@ -52,6 +54,11 @@ pub enum Fault {
     /// From everyone.
     Isolate {
         node: Option<usize>,
+        for_ms: u64,
+    },
+    /// From everyone, who see its connections end at once, though it lives.
+    Reset {
+        node: usize,
         for_ms: u64,
     },
     /// A worker has room for one plan's state only.
@@ -155,8 +162,8 @@ fn draw_fault(random: &mut Random, nodes: usize) -> Fault {
     let for_ms = random.between(50, 2_500);
     let both = random.chance(60);
     let job = JobId(random.between(1, 2));
-    match random.below(24) {
-        0..=2 => Fault::Kill { node, for_ms },
+    match random.below(26) {
+        0..=2 => Fault::Kill { node, for_ms, reset: random.chance(50) },
         3..=4 => Fault::Freeze { node, for_ms },
         5 => Fault::Slow { node, percent: [100, 300, 900][random.below(3) as usize] },
         6 => Fault::Notice { node, in_ms: random.between(300, 3_000), back_ms: for_ms },
@@ -173,6 +180,7 @@ fn draw_fault(random: &mut Random, nodes: usize) -> Fault {
             let for_ms = random.chance(60).then_some(for_ms * 3);
             Fault::Damage { job, all: random.chance(30), for_ms }
         }
+        23..=24 => Fault::Reset { node, for_ms },
         _ => Fault::Isolate { node: None, for_ms },
     }
 }

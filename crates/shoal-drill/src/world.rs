@@ -39,6 +39,15 @@ pub enum Happening {
         node: usize,
         message: ToWorker,
     },
+    /// The controller sees a worker's connection end.
+    Closed {
+        worker: WorkerId,
+    },
+    /// A worker sees another's end.
+    PeerClosed {
+        node: usize,
+        worker: WorkerId,
+    },
     Peer {
         from: usize,
         node: usize,
@@ -259,10 +268,12 @@ impl<'a> World<'a> {
     fn happen(&mut self, happening: Happening) {
         // Whatever comes to a frozen process waits until it goes on.
         let thaws_ms = match &happening {
-            Happening::ToController(_) | Happening::Planned { .. } | Happening::Tick { party: None, .. } => {
-                self.controller_frozen_until_ms
-            }
+            Happening::ToController(_)
+            | Happening::Closed { .. }
+            | Happening::Planned { .. }
+            | Happening::Tick { party: None, .. } => self.controller_frozen_until_ms,
             Happening::ToWorker { node, .. }
+            | Happening::PeerClosed { node, .. }
             | Happening::Peer { node, .. }
             | Happening::Timer { node, .. }
             | Happening::Tick { party: Some(node), .. } => self.nodes[*node].frozen_until_ms,
@@ -275,6 +286,13 @@ impl<'a> World<'a> {
         match happening {
             Happening::ToController(message) => self.controller(controller::Event::Message(message)),
             Happening::ToWorker { node, message } => self.worker(node, worker::Event::Message(message)),
+            Happening::Closed { worker } => self.controller(controller::Event::Closed { worker }),
+            Happening::PeerClosed { node, worker } => {
+                let jobs: Vec<JobId> = self.nodes[node].engines.keys().copied().collect();
+                for job in jobs {
+                    self.engine(node, job, |engine, around| engine.lose(worker, around));
+                }
+            }
             Happening::Peer { from, node, peer } => {
                 if !self.is_cut(Some(from), Some(node)) {
                     self.engine(node, peer.job, |engine, around| engine.hear(peer, around));

@@ -27,7 +27,7 @@ fn rules(bug: Bug) -> &'static [&'static str] {
     match bug {
         Bug::SayBeforeSync | Bug::KeepTornTail => &["nothing said that can be forgotten"],
         Bug::CountAgain => &["every step counted once"],
-        Bug::DeadTooSoon | Bug::IgnoreLease => &["one plan"],
+        Bug::DeadTooSoon | Bug::StartUnfenced | Bug::IgnoreLease => &["one plan"],
         Bug::PartMissing | Bug::RemoveEarly | Bug::RemoveLate | Bug::SavedTooSoon => &["no torn checkpoint"],
         Bug::DecideEarly | Bug::ObeyOld => &["one plan", "one version"],
         Bug::GoBack | Bug::StartUnready | Bug::ForgetHolders | Bug::DropEarly => &["one version"],

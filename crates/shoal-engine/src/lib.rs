@@ -13,6 +13,7 @@
 //! - [`generate`]: what a trained model says next.
 //! - [`import`]: weights from a Hugging Face folder.
 //! - [`golden`]: comparison with a reference implementation.
+//! - [`partners`]: whom a worker exchanges messages with.
 //! - [`rate`]: measured rates: the device's, against which speed is shown, and its host's.
 
 pub mod disk;
@@ -25,6 +26,7 @@ pub mod import;
 mod lanes;
 pub mod loss_scale;
 pub mod metrics;
+pub mod partners;
 pub mod rate;
 pub mod run;
 pub mod saving;

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use common::{HOST_BYTES, RandomBatch, classes, fill};
+use shoal_engine::partners::partners;
 use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome, Tiers};
 use shoal_kernels::{Arena, CpuDevice, CudaDevice, Device};
 use shoal_model::{Chain, Precision};
@@ -128,7 +129,11 @@ fn together(plan: &Plan, chain: &Chain, disk: &std::path::Path, on: On) -> Vec<V
     let layout = Layout::new(plan, chain);
     let programs = compile(plan, chain, Purpose::Train).unwrap();
     verify_all(&programs, plan, chain, Purpose::Train).unwrap();
-    let fabrics = in_process(programs.len(), &Settings::default());
+    let mut fabrics = in_process(programs.len(), &Settings::default());
+    for (program, fabric) in programs.iter().zip(&mut fabrics) {
+        // Nobody needs others than those that the program names.
+        Arc::get_mut(fabric).expect("nobody has it yet").keep_links(&partners(&layout, program));
+    }
     std::thread::scope(|scope| {
         let members = programs.iter().zip(fabrics).filter(|(program, _)| !program.instructions.is_empty());
         let threads: Vec<_> = members

@@ -31,7 +31,8 @@ pub enum Wire {
     Bf16,
 }
 
-/// Buffers up to this go by the tree. It must not pass what is sent without being asked for.
+/// Buffers up to this go by the tree, where links are not so slow that it is less. It must not pass what is sent without
+/// being asked for.
 pub const TREE_BYTES_MAX: usize = 16 << 10;
 
 /// Every member's slice comes to all.
@@ -106,14 +107,19 @@ pub fn all_reduce(
     }
 }
 
-/// A few numbers become their sums over all members, added in the order of members: for losses, norms and counts. Everyone
-/// sends to everyone, so it takes one exchange.
+/// Among so many everyone sends to everyone, which takes one exchange; among more that would be too many messages.
+const DIRECT_MAX: usize = 4;
+
+/// A few numbers become their sums over all members, added in the order of members: for losses, norms and counts.
 pub fn sum_f64(fabric: &Fabric, members: &[usize], values: &mut [f64], tag: Tag) -> Result<()> {
     let slices = vec![0..0; members.len()];
     let group = Group::new(fabric, members, &slices, 0, tag)?;
     let bytes = size_of_val(values);
     if bytes > crate::link::EAGER_MESSAGE_BYTES_MAX {
         return Err(group.wrong(format!("{} numbers are not a few", values.len())));
+    }
+    if members.len() > DIRECT_MAX {
+        return sum_by_tree(fabric, members, values, tag);
     }
     let tag = tag.part(Part::Sum as u64);
     // Everything is asked for before anything is sent, so that nobody waits for somebody who waits for it.
@@ -134,6 +140,36 @@ pub fn sum_f64(fabric: &Fabric, members: &[usize], values: &mut [f64], tag: Tag)
         sums.iter_mut().zip(&theirs).for_each(|(sum, value)| *sum += value);
     }
     values.copy_from_slice(&sums);
+    Ok(())
+}
+
+/// Whom a member exchanges messages with in whatever collective these take part in, but for sums in bf16, which pass between
+/// any two. Whoever is among a worker's has that worker among its own.
+pub fn partners(members: &[usize], rank: usize) -> Vec<usize> {
+    let size = members.len();
+    let Ok(place) = members.binary_search(&rank) else { return Vec::new() };
+    if size <= DIRECT_MAX {
+        return members.iter().copied().filter(|member| *member != rank).collect();
+    }
+    let ring = [(place + 1) % size, (place + size - 1) % size];
+    ring.into_iter().chain(tree::neighbours(place, size)).map(|place| members[place]).collect()
+}
+
+/// Everyone gets everyone's numbers up and down the tree, and adds them up itself.
+fn sum_by_tree(fabric: &Fabric, members: &[usize], values: &mut [f64], tag: Tag) -> Result<()> {
+    let own_bytes = size_of_val(values);
+    let slices: Vec<Range<usize>> =
+        (0..members.len()).map(|place| place * own_bytes..(place + 1) * own_bytes).collect();
+    let mut all = vec![0.0; members.len() * values.len()];
+    let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut all);
+    let group = Group::new(fabric, members, &slices, bytes.len(), tag)?;
+    bytes[slices[group.place].clone()].copy_from_slice(bytemuck::cast_slice(values));
+    tree::gather(&group, &AsBytes, bytes)?;
+    tree::broadcast(&group, &AsBytes, bytes)?;
+    values.fill(0.0);
+    for theirs in all.chunks_exact(values.len().max(1)) {
+        values.iter_mut().zip(theirs).for_each(|(sum, value)| *sum += value);
+    }
     Ok(())
 }
 
@@ -227,7 +263,8 @@ impl<'a> Group<'a> {
     }
 
     fn is_small<F: Form>(&self) -> bool {
-        self.slices.iter().map(ExactSizeIterator::len).sum::<usize>() * F::ITEM_BYTES <= TREE_BYTES_MAX
+        self.slices.iter().map(ExactSizeIterator::len).sum::<usize>() * F::ITEM_BYTES
+            <= self.fabric.tree_bytes_max()
     }
 
     fn gather<F: Form>(&self, form: &F, buffer: &mut [F::Item]) -> Result<()> {

@@ -1,8 +1,10 @@
 //! One worker's end of everything: what the engine's threads call. Every operation blocks its thread and no other.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
+use crate::collective::TREE_BYTES_MAX;
 use crate::error::{Error, Result};
 use crate::fate::Fate;
 use crate::link::{IncomingEnd, Link, Meanwhile, OutgoingEnd};
@@ -42,6 +44,8 @@ pub struct Fabric {
     missed: OnceLock<Error>,
     /// By rank; none for the worker itself.
     links: Vec<Option<Box<dyn Link>>>,
+    /// Buffers up to this go by the tree.
+    tree_bytes_max: usize,
     /// Says goodbye when the fabric is dropped.
     leave: Box<dyn Leave>,
 }
@@ -77,9 +81,22 @@ impl Fabric {
         names: Vec<String>,
         fate: Arc<Fate>,
         links: Vec<Option<Box<dyn Link>>>,
+        settings: &Settings,
         leave: Box<dyn Leave>,
     ) -> Fabric {
-        Fabric { rank, names, fate, missed: OnceLock::new(), links, leave }
+        let tree_bytes_max = settings.tree_bytes_max.min(TREE_BYTES_MAX);
+        Fabric { rank, names, fate, missed: OnceLock::new(), links, tree_bytes_max, leave }
+    }
+
+    /// Lets go of the links to all others but these, as if they had never been made.
+    pub fn keep_links(&mut self, peers: &BTreeSet<usize>) {
+        for (peer, link) in self.links.iter_mut().enumerate() {
+            link.take_if(|_| !peers.contains(&peer));
+        }
+    }
+
+    pub(crate) fn tree_bytes_max(&self) -> usize {
+        self.tree_bytes_max
     }
 
     pub fn rank(&self) -> usize {
@@ -322,7 +339,7 @@ pub fn in_process_each(settings: &[Settings]) -> Vec<Arc<Fabric>> {
         };
         let links = (0..world.names.len()).map(link).collect();
         let leave = Box::new(LeaveWorld { world: world.clone(), rank });
-        Arc::new(Fabric::new(rank, world.names.clone(), world.fate.clone(), links, leave))
+        Arc::new(Fabric::new(rank, world.names.clone(), world.fate.clone(), links, settings, leave))
     };
     settings.iter().enumerate().map(fabric).collect()
 }

@@ -31,7 +31,7 @@ pub mod wire;
 pub use error::{Error, Result};
 pub use fabric::{Fabric, Incoming, Outgoing, Tag, in_process, in_process_each};
 pub use settings::{LinkShape, Settings, Shape};
-pub use tcp::{Endpoint, Guard, Reception, Seat, Security, connect};
+pub use tcp::{Endpoint, Guard, Reception, Seat, Security, all_but, connect};
 
 #[cfg(target_endian = "big")]
 compile_error!(

@@ -3,7 +3,13 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How a worker's fabric behaves. All workers of a fabric should agree on `streams` and `deadline`.
+use crate::collective::TREE_BYTES_MAX;
+
+/// What leaves a worker within this is small: exchanges take longer than its bytes.
+const SMALL_SECONDS: f64 = 1e-3;
+
+/// How a worker's fabric behaves. All workers of a fabric should agree on `streams` and `deadline`, and have to agree on
+/// `tree_bytes_max`.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Silence after which a peer counts as dead. Heartbeats come four times as often.
@@ -14,6 +20,8 @@ pub struct Settings {
     pub join_deadline: Duration,
     /// Connections for large messages in each direction of a pair.
     pub streams: usize,
+    /// Buffers up to this go by the tree, larger ones around the ring.
+    pub tree_bytes_max: usize,
     /// What a lab makes of the links; `None` leaves them as they are.
     pub shape: Option<Shape>,
 }
@@ -25,9 +33,16 @@ impl Default for Settings {
             message_deadline: Duration::from_secs(600),
             join_deadline: Duration::from_secs(60),
             streams: 2,
+            tree_bytes_max: TREE_BYTES_MAX,
             shape: None,
         }
     }
+}
+
+/// What goes by the tree where the slowest worker sends so much a second: a tree sends a buffer once to every child, which
+/// pays only while that takes next to no time.
+pub fn tree_bytes_max(slowest_bytes_per_s: f64) -> usize {
+    ((slowest_bytes_per_s * SMALL_SECONDS) as usize).min(TREE_BYTES_MAX)
 }
 
 /// What one worker's sending is held to. Only payload counts, and no link is slower than a kilobyte a second.

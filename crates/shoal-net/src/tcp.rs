@@ -64,10 +64,18 @@ pub struct Seat {
     pub rank: usize,
     /// Where each worker listens, by rank.
     pub addresses: Vec<SocketAddr>,
+    /// The others that it exchanges messages with, by rank, in order. Whoever is among these has this worker among its own.
+    /// What ends the fabric passes from one to the next, so all are to be reached over some of them.
+    pub peers: Vec<usize>,
     /// Which fabric this is: connections of another one are not for it.
     pub fabric: u128,
     /// What each worker's certificate calls it, by rank; nobody is asked where nobody proves anything.
     pub names: Vec<String>,
+}
+
+/// All workers but one.
+pub fn all_but(rank: usize, size: usize) -> Vec<usize> {
+    (0..size).filter(|other| *other != rank).collect()
 }
 
 impl Seat {
@@ -86,7 +94,8 @@ pub fn connect(endpoint: Endpoint, settings: &Settings) -> Result<Arc<Fabric>> {
         Security::Plain => (Guard::Plain, Vec::new()),
     };
     let reception = Reception::open(listener, guard)?;
-    reception.connect(Seat { rank, addresses, fabric, names }, settings, &AtomicBool::new(false))
+    let peers = all_but(rank, addresses.len());
+    reception.connect(Seat { rank, addresses, peers, fabric, names }, settings, &AtomicBool::new(false))
 }
 
 /// A fabric of connections that stand.
@@ -105,7 +114,7 @@ fn fabric_of(seat: &Seat, joined: Vec<Connections>, settings: &Settings) -> Resu
         tcp.peers.push(peer);
         tcp.threads.extend(threads);
     }
-    Ok(Arc::new(Fabric::new(rank, names, fate, links, Box::new(tcp))))
+    Ok(Arc::new(Fabric::new(rank, names, fate, links, settings, Box::new(tcp))))
 }
 
 fn check_settings(settings: &Settings) -> Result<()> {

@@ -217,19 +217,21 @@ fn bytes_are_gathered_too() {
 
 #[test]
 fn a_few_numbers_are_summed_in_the_order_of_members() {
-    for transport in TRANSPORTS {
-        let workers = fabrics(transport, 5, &settings());
+    let groups = [vec![0, 2, 3, 4], vec![0, 1, 2, 3, 4, 6], vec![0, 1, 2, 3, 4, 5, 6]];
+    for (transport, members) in
+        TRANSPORTS.into_iter().flat_map(|one| groups.iter().map(move |group| (one, group)))
+    {
+        let workers = fabrics(transport, 7, &settings());
         let values = |rank: usize| [0.1 * rank as f64, 1e17 / (rank + 1) as f64, -3.0];
-        let members = [0, 2, 3, 4];
         let mut wanted = [0.0; 3];
-        for rank in members {
+        for rank in members.iter().copied() {
             wanted.iter_mut().zip(values(rank)).for_each(|(sum, value)| *sum += value);
         }
         let results = each(&workers, |fabric| {
             let mut sums = values(fabric.rank());
             members
                 .contains(&fabric.rank())
-                .then(|| sum_f64(fabric, &members, &mut sums, Tag(4)).map(|()| sums))
+                .then(|| sum_f64(fabric, members, &mut sums, Tag(4)).map(|()| sums))
         });
         for result in results.into_iter().flatten() {
             assert_eq!(result.expect("summed").map(f64::to_bits), wanted.map(f64::to_bits), "{transport:?}");

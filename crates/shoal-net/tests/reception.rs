@@ -12,7 +12,7 @@ use std::time::Duration;
 use common::{Random, settings, worker_name};
 use shoal_net::identity::Authority;
 use shoal_net::wire::{HEADER_BYTES, Header, Hello, Kind};
-use shoal_net::{Error, Fabric, Guard, Reception, Seat, Settings, Tag};
+use shoal_net::{Error, Fabric, Guard, Reception, Seat, Settings, Tag, all_but};
 
 fn receptions(count: usize, secure: bool) -> Vec<Reception> {
     let authority = Authority::new().expect("an authority");
@@ -29,7 +29,7 @@ fn receptions(count: usize, secure: bool) -> Vec<Reception> {
 fn seat(receptions: &[Reception], rank: usize, fabric: u128) -> Seat {
     let addresses: Vec<SocketAddr> = receptions.iter().map(Reception::address).collect();
     let names = (0..receptions.len()).map(worker_name).collect();
-    Seat { rank, addresses, fabric, names }
+    Seat { rank, peers: all_but(rank, addresses.len()), addresses, fabric, names }
 }
 
 fn join(reception: &Reception, seat: Seat) -> Arc<Fabric> {
@@ -131,6 +131,31 @@ fn a_worker_that_is_cut_off_is_lost_to_all_and_comes_back() {
         let mut got = [0; 8];
         after[0].receive(1, Tag(1), &mut got).expect("received");
         assert_eq!(got, [7; 8]);
+    }
+}
+
+#[test]
+fn what_ends_a_fabric_reaches_those_who_have_nothing_to_exchange() {
+    // In a row: each knows its neighbours alone.
+    const COUNT: usize = 5;
+    let receptions = receptions(COUNT, false);
+    let row = |rank: usize| Seat {
+        peers: all_but(rank, COUNT).into_iter().filter(|peer| peer.abs_diff(rank) == 1).collect(),
+        ..seat(&receptions, rank, 3)
+    };
+    let mut fabrics: Vec<Arc<Fabric>> = std::thread::scope(|scope| {
+        let joining: Vec<_> = (0..COUNT)
+            .map(|rank| (&receptions[rank], row(rank)))
+            .map(|(own, seat)| scope.spawn(|| join(own, seat)))
+            .collect();
+        joining.into_iter().map(|joined| joined.join().expect("it joins")).collect()
+    });
+    assert!(matches!(fabrics[0].send(2, Tag(1), &[1]), Err(Error::NoPeer { peer: 2, .. })));
+    receptions[COUNT - 1].cut(Duration::from_secs(60));
+    drop(fabrics.pop());
+    for fabric in &fabrics[..COUNT - 2] {
+        let told = fabric.receive((fabric.rank() + 1) % COUNT, Tag(2), &mut [0; 8]);
+        assert!(matches!(told, Err(Error::PeerLost { rank, .. }) if rank == COUNT - 1), "{told:?}");
     }
 }
 

@@ -173,7 +173,7 @@ pub fn over(
             change(&mut machines, event);
         }
         if machines != run.machines {
-            run.change(machines, plan_for);
+            run.change(*at, machines, plan_for);
         }
     }
     run.train_until(trace.seconds);
@@ -266,8 +266,10 @@ impl Run<'_> {
         self.report.steps -= steps;
     }
 
+    /// One that comes while the one before is not over begins anew from there: what was moved by then is not in force.
     fn change(
         &mut self,
+        at: f64,
         machines: BTreeSet<String>,
         plan_for: &mut dyn FnMut(&BTreeSet<String>) -> Option<Step>,
     ) {
@@ -293,7 +295,7 @@ impl Run<'_> {
                     self.report.restores += 1;
                     self.lose(self.since_checkpoint);
                     self.since_checkpoint = 0.0;
-                } else if gone {
+                } else if gone && at >= self.now {
                     let step = self.step.as_ref().map_or(0.0, |step| step.seconds);
                     self.lose(lost_steps * step);
                 }
@@ -301,7 +303,7 @@ impl Run<'_> {
             }
         };
         self.step = next;
-        self.wait(seconds, |spent| &mut spent.morph);
+        self.wait((at + seconds - self.now).max(0.0), |spent| &mut spent.morph);
     }
 
     /// Whether a better plan is worth the change before the next one is to be expected.

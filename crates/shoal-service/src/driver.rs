@@ -271,6 +271,8 @@ impl Driver {
                 Ask::Closed { name, number } => {
                     if self.links.get(&name).is_some_and(|link| link.number == number) {
                         self.links.remove(&name);
+                        let known = self.keeper.state().names.get(&name);
+                        events.extend(known.map(|(_, worker)| Event::Closed { worker: *worker }));
                     }
                 }
                 Ask::Submit { spec, reply } => {

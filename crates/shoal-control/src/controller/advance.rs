@@ -24,7 +24,8 @@ const STRIKES_MAX: u32 = 2;
 impl Controller {
     pub(super) fn next(&mut self, now_ms: u64, scope: &Scope) -> Option<Record> {
         if matches!(scope, Scope::All) {
-            let of_members = self.dismiss(now_ms).or_else(|| self.quarantine(now_ms));
+            let of_members =
+                self.dismiss(now_ms).or_else(|| self.vanished(now_ms)).or_else(|| self.quarantine(now_ms));
             if of_members.is_some() {
                 return of_members;
             }
@@ -51,6 +52,26 @@ impl Controller {
         let needed = |worker: &WorkerId| self.state.jobs.values().any(|job| job.involved().contains(worker));
         let (worker, _) = leaving.find(|(worker, _)| !needed(worker))?;
         Some(Record::Lost { worker: *worker, how: Loss::Left, at_ms: now_ms })
+    }
+
+    /// Whoever's connection has ended is dead if those who work with it say so too, or if their plan has ended by a loss anyway:
+    /// there is no need to wait for its silence. Where that would cost a job its state it is waited for all the same. What it
+    /// may be running until its lease is over, `fences` see to.
+    fn vanished(&self, now_ms: u64) -> Option<Record> {
+        let mut closed = self.seen.iter().filter(|(_, seen)| seen.closed).map(|(worker, _)| *worker);
+        let worker = closed.find(|worker| {
+            let jobs: Vec<(&JobId, &Job)> =
+                self.state.jobs.iter().filter(|(_, job)| job.involved().contains(worker)).collect();
+            let is_missed = |(id, job): &(&JobId, &Job)| {
+                let mut others = job.involved().into_iter().filter(|other| other != worker);
+                ends_by_loss(job) || others.any(|other| self.accused(**id, job, other) == Some(*worker))
+            };
+            let goes_on = |(_, job): &(&JobId, &Job)| {
+                job.held().is_none_or(|plan| self.state.covers_without(plan, *worker))
+            };
+            jobs.is_empty() || jobs.iter().any(is_missed) && jobs.iter().all(goes_on)
+        })?;
+        Some(Record::Lost { worker, how: Loss::Vanished, at_ms: now_ms })
     }
 
     /// A worker that the controller hears and its peers do not would hold its jobs up for ever.
@@ -129,7 +150,7 @@ impl Controller {
             Phase::Resting(Rest::Done | Rest::Cancelled) => None,
             Phase::Resting(rest) => self.leave_rest(job, *rest, share),
             Phase::Planning { next } => self.plan(now_ms, id, job, next.as_ref(), share),
-            Phase::Moving { plan, sources } => self.moving(id, job, plan, sources, share),
+            Phase::Moving { plan, sources } => self.moving(now_ms, id, job, (plan, sources), share),
             Phase::Running => self.running(now_ms, id, job, share),
             Phase::Stopping { after, .. } => self.stopping(now_ms, id, job, *after),
             Phase::Settling { step, .. } => self.settling(id, job, *step),
@@ -284,10 +305,10 @@ impl Controller {
 
     fn moving(
         &self,
+        now_ms: u64,
         id: JobId,
         job: &Job,
-        plan: &Plan,
-        sources: &[WorkerId],
+        (plan, sources): (&Plan, &[WorkerId]),
         share: &Share,
     ) -> Option<Change> {
         let abandon = |why| Some(Change::Abandoned { why });
@@ -307,7 +328,10 @@ impl Controller {
             let next = self.status(*worker, id).and_then(|status| status.next.as_ref());
             next.is_some_and(|(epoch, progress)| *epoch == job.epoch && *progress == Progress::Ready)
         };
-        self.all_but_last(&plan.members, Bug::StartUnready).all(ready).then_some(Change::Started)
+        let fenced = self.fences.get(&id).is_some_and(|until_ms| now_ms < *until_ms)
+            && self.bug != Some(Bug::StartUnfenced);
+        let all = !fenced && self.all_but_last(&plan.members, Bug::StartUnready).all(ready);
+        all.then_some(Change::Started)
     }
 
     fn running(&self, now_ms: u64, id: JobId, job: &Job, share: &Share) -> Option<Change> {
@@ -346,7 +370,15 @@ impl Controller {
             let in_time = by_ms.is_none_or(|by| by > now_ms + 2 * plan.step_ms);
             return stop(end.filter(|_| in_time), Why::Taken);
         }
-        self.save_running(id, job, plan).or_else(|| self.ask(job, share))
+        self.save_running(id, job, plan)
+            .or_else(|| self.ask(job, share).filter(|_| !self.gathers(now_ms, job)))
+    }
+
+    /// Whether others may be about to join that one plan should be made for.
+    fn gathers(&self, now_ms: u64, job: &Job) -> bool {
+        let Some((worker, at_ms)) = self.newcomer else { return false };
+        let is_known = job.weighed.iter().flatten().any(|(known, _)| *known == worker);
+        !is_known && now_ms < at_ms.saturating_add(self.settings.gather_ms)
     }
 
     /// Begins a checkpoint when one is due, and ends it.
@@ -520,6 +552,15 @@ impl Controller {
         let distinct: BTreeSet<&WorkerId> = workers.iter().collect();
         let left_out = distinct.last().copied().filter(|_| self.bug == Some(bug) && distinct.len() > 1);
         workers.iter().filter(move |worker| Some(*worker) != left_out)
+    }
+}
+
+/// Whether its plan is being replaced, or is about to be because somebody was lost.
+fn ends_by_loss(job: &Job) -> bool {
+    match job.phase {
+        Phase::Stopping { why, .. } => matches!(why, Why::Lost | Why::Stalled),
+        Phase::Settling { .. } | Phase::Planning { .. } | Phase::Moving { .. } => true,
+        Phase::Resting(_) | Phase::Running | Phase::Saving => false,
     }
 }
 

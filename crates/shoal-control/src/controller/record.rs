@@ -15,6 +15,8 @@ pub type Paced = (WorkerId, u32);
 pub enum Loss {
     /// Silent past the deadline.
     Silent,
+    /// Its connection ended, and those who work with it lost it too; or no job has anything on it.
+    Vanished,
     /// Its process began anew.
     Replaced,
     /// It wished to leave, and no job needs it any more.

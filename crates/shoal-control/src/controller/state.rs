@@ -145,7 +145,17 @@ impl State {
 
     /// Whether every slice of a plan has a holder left.
     pub fn covers(&self, plan: &Plan) -> bool {
-        plan.holders.iter().all(|holders| holders.iter().any(|place| self.is_alive(plan.members[*place])))
+        self.holds_all(plan, |_| true)
+    }
+
+    /// Whether it would if a worker were lost.
+    pub fn covers_without(&self, plan: &Plan, lost: WorkerId) -> bool {
+        self.holds_all(plan, |worker| worker != lost)
+    }
+
+    fn holds_all(&self, plan: &Plan, counts: impl Fn(WorkerId) -> bool) -> bool {
+        let has = |place: &usize| counts(plan.members[*place]) && self.is_alive(plan.members[*place]);
+        plan.holders.iter().all(|holders| holders.iter().any(has))
     }
 
     /// Who is to write each part of a plan's state.

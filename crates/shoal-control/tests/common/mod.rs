@@ -86,6 +86,14 @@ impl Fleet {
         self.numbers.insert(WorkerId(number), 0);
     }
 
+    /// One joins, and no other for a while.
+    pub fn join_alone(&mut self, number: u64) {
+        self.join(number);
+        self.report(number);
+        self.now_ms += Settings::default().gather_ms;
+        self.step(Event::Tick);
+    }
+
     /// A report of what a worker is now said to be doing.
     pub fn report(&mut self, worker: u64) -> Vec<Record> {
         let worker = WorkerId(worker);

@@ -2,9 +2,9 @@
 
 use shoal_control::controller::state::{Job, Wish};
 use shoal_control::message::JobId;
-use shoal_control::{Keeper, controller, worker};
+use shoal_control::{Keeper, Worker, controller, worker};
 
-use super::{Happening, World};
+use super::{Happening, Party, World};
 use crate::disk::TornDisk;
 use crate::faults::{FAULTS_END_MS, Fault, Weather};
 
@@ -19,8 +19,11 @@ impl World<'_> {
                 }
                 self.start_worker(node);
             }
-            Fault::Kill { node, for_ms } => {
+            Fault::Kill { node, for_ms, reset } => {
                 self.coverage.count("fault: worker killed");
+                if reset {
+                    self.reset(node);
+                }
                 self.kill(node, for_ms);
             }
             Fault::Freeze { node, for_ms } => {
@@ -68,11 +71,13 @@ impl World<'_> {
                     Some(_) => "fault: worker cut off",
                     None => "fault: controller cut off",
                 });
+                self.isolate(node, until_ms(for_ms));
+            }
+            Fault::Reset { node, for_ms } => {
+                self.coverage.count("fault: connections reset");
                 let until_ms = until_ms(for_ms);
-                for other in std::iter::once(None).chain((0..self.nodes.len()).map(Some)) {
-                    self.cuts.insert((node, other), until_ms);
-                    self.cuts.insert((other, node), until_ms);
-                }
+                self.reset(node);
+                self.isolate(Some(node), until_ms);
             }
             Fault::Cramp { node, for_ms } => {
                 self.coverage.count("fault: worker without room");
@@ -85,6 +90,24 @@ impl World<'_> {
             Fault::Damage { job, all, for_ms } => self.damage(job, all, for_ms),
             Fault::Submit { job, spec } => self.ask_controller(controller::Event::Submit { job, spec }),
             Fault::Wish { job, wish } => self.ask_controller(controller::Event::Wish { job, wish }),
+        }
+    }
+
+    fn isolate(&mut self, party: Party, until_ms: u64) {
+        for other in std::iter::once(None).chain((0..self.nodes.len()).map(Some)) {
+            self.cuts.insert((party, other), until_ms);
+            self.cuts.insert((other, party), until_ms);
+        }
+    }
+
+    /// Everyone sees a worker's connections end.
+    fn reset(&mut self, node: usize) {
+        let Some(worker) = self.nodes[node].worker.as_ref().and_then(Worker::id) else { return };
+        let at_ms = self.now_ms + self.random.between(1, 12);
+        self.place(at_ms, Happening::Closed { worker });
+        for other in (0..self.nodes.len()).filter(|other| *other != node) {
+            let at_ms = self.now_ms + self.random.between(1, 12);
+            self.place(at_ms, Happening::PeerClosed { node: other, worker });
         }
     }
 

@@ -13,9 +13,21 @@ struct Edge {
     below: Range<usize>,
 }
 
-/// The children of this place, nearest first.
+/// Whom a place exchanges messages with.
+pub fn neighbours(place: usize, size: usize) -> impl Iterator<Item = usize> {
+    below(place, size).chain(above(place, size)).map(|edge| edge.place)
+}
+
 fn children(group: &Group) -> impl DoubleEndedIterator<Item = Edge> {
-    let (place, size) = (group.place, group.size());
+    below(group.place, group.size())
+}
+
+fn parent(group: &Group) -> Option<Edge> {
+    above(group.place, group.size())
+}
+
+/// The children of a place, nearest first.
+fn below(place: usize, size: usize) -> impl DoubleEndedIterator<Item = Edge> {
     let strides: Vec<usize> =
         (0..).map(|bit| 1 << bit).take_while(|stride| *stride < size && place & stride == 0).collect();
     strides.into_iter().filter(move |stride| place + stride < size).map(move |stride| {
@@ -24,13 +36,13 @@ fn children(group: &Group) -> impl DoubleEndedIterator<Item = Edge> {
     })
 }
 
-/// The parent of this place, and the run of places that is this one's own; none for the root.
-fn parent(group: &Group) -> Option<Edge> {
-    if group.place == 0 {
+/// The parent of a place, and the run of places that is its own; none for the root.
+fn above(place: usize, size: usize) -> Option<Edge> {
+    if place == 0 {
         return None;
     }
-    let stride = group.place & group.place.wrapping_neg();
-    Some(Edge { place: group.place - stride, below: group.place..(group.place + stride).min(group.size()) })
+    let stride = place & place.wrapping_neg();
+    Some(Edge { place: place - stride, below: place..(place + stride).min(size) })
 }
 
 /// The root's slices become the sums over all members.

@@ -67,8 +67,8 @@ pub(super) fn join(
         failed: AtomicBool::new(false),
         turned_away: Mutex::new(Vec::new()),
     };
-    let peers = (0..seat.addresses.len()).filter(|peer| *peer != seat.rank);
-    let (incoming, outgoing) = thread::scope(|scope| {
+    let peers = seat.peers.iter().copied();
+    let (mut incoming, outgoing) = thread::scope(|scope| {
         let joining = &joining;
         let making: Vec<_> = peers.map(|peer| (peer, scope.spawn(move || joining.make_all(peer)))).collect();
         let making = scope.spawn(move || {
@@ -86,7 +86,8 @@ pub(super) fn join(
     });
     let names = seat.titles();
     let (mut missing, mut ranks, mut joined) = (Vec::new(), Vec::new(), Vec::new());
-    for ((peer, made), mut came) in outgoing.into_iter().zip(incoming) {
+    for (peer, made) in outgoing {
+        let came = &mut incoming[peer];
         let lacking = match made {
             Err(cause) => cause,
             Ok(_) if came.iter().any(Option::is_none) => "it did not connect".to_owned(),
@@ -199,7 +200,7 @@ impl Joining<'_> {
         let size = self.seat.addresses.len();
         let mut came: Vec<Vec<Option<Reading>>> =
             (0..size).map(|_| (0..self.lines).map(|_| None).collect()).collect();
-        let mut left = (size - 1) * self.lines;
+        let mut left = self.seat.peers.len() * self.lines;
         while left > 0 && !self.over() {
             let Some(arrival) = arrivals.next(self.tick) else { continue };
             let from = arrival.from;
@@ -211,7 +212,6 @@ impl Joining<'_> {
                 Err(cause) => self.note(from, cause),
             }
         }
-        came.remove(self.seat.rank);
         came
     }
 
@@ -252,6 +252,9 @@ impl Joining<'_> {
             return Err(format!(
                 "it says that it is worker {rank} of {size}, and this is worker {own} of {own_size}"
             ));
+        }
+        if !self.seat.peers.contains(&rank) {
+            return Err(format!("worker {rank} has nothing to exchange with worker {own}"));
         }
         if lines != self.lines || line >= lines {
             let (theirs, ours) = (lines.max(1) - 1, self.lines - 1);

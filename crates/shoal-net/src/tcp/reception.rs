@@ -105,7 +105,7 @@ impl Reception {
         self.address
     }
 
-    /// Connects this worker with all others of a fabric, trying until the join deadline, or until `given_up` is set.
+    /// Connects this worker with its peers in a fabric, trying until the join deadline, or until `given_up` is set.
     pub fn connect(&self, seat: Seat, settings: &Settings, given_up: &AtomicBool) -> Result<Arc<Fabric>> {
         check_settings(settings)?;
         self.check(&seat)?;
@@ -144,8 +144,11 @@ impl Reception {
     fn check(&self, seat: &Seat) -> Result<()> {
         let size = seat.addresses.len();
         let wrong = |what: String| Err(Error::Settings { what });
-        if seat.rank >= size {
-            return wrong(format!("there is no worker {} among {size}", seat.rank));
+        if let Some(rank) = seat.peers.iter().chain([&seat.rank]).find(|rank| **rank >= size) {
+            return wrong(format!("there is no worker {rank} among {size}"));
+        }
+        if seat.peers.contains(&seat.rank) {
+            return wrong(format!("worker {} is its own peer", seat.rank));
         }
         match &self.shared.guard {
             Guard::Tls(_) if seat.names.len() != size => {

@@ -9,6 +9,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use shoal_control::message::Price;
 use shoal_crew::{Crew, Setup};
+use shoal_net::collective::TREE_BYTES_MAX;
 use shoal_net::{Guard, Reception, Settings};
 use shoal_service::access::state_folder;
 use shoal_service::http::Target;
@@ -97,6 +98,7 @@ const PEERS: Settings = Settings {
     message_deadline: Duration::from_secs(600),
     join_deadline: Duration::from_secs(10),
     streams: 2,
+    tree_bytes_max: TREE_BYTES_MAX,
     shape: None,
 };
 
@@ -139,7 +141,10 @@ pub fn run(options: Options) -> Result {
     let port = reception.clone();
     let network = match &given.played {
         None => PEERS,
-        Some(played) => Settings { shape: Some(played.shape()), streams: 1, ..PEERS },
+        Some(played) => {
+            let tree_bytes_max = played.tree_bytes_max();
+            Settings { shape: Some(played.shape()), streams: 1, tree_bytes_max, ..PEERS }
+        }
     };
     let is_played = given.played.is_some();
     let setup = Setup { about, reception, assemble: given.assembler(), may_run, network };

@@ -196,6 +196,14 @@ fn leveled(own: u32, paces: &[u32]) -> u32 {
     own
 }
 
+/// What a machine has left differs from moment to moment. So much that nearly as much is the same, and no more than there
+/// is: planners find their way sooner among machines that are alike.
+fn about_bytes(count: u64) -> u64 {
+    const BITS: u32 = 4;
+    let below = (u64::BITS - count.leading_zeros()).saturating_sub(BITS);
+    count >> below << below
+}
+
 fn bytes(count: u64) -> Value {
     Value::String(format!("{count} B"))
 }
@@ -206,7 +214,7 @@ fn node(name: &str, members: &[(&Candidate, About)], usual_network: &str) -> Tab
         true => about.host_memory_bytes.saturating_add(memory_bytes(about)),
         false => about.host_memory_bytes,
     };
-    let host_bytes = members.iter().map(|(_, about)| host(about)).fold(0, u64::saturating_add);
+    let host_bytes = about_bytes(members.iter().map(|(_, about)| host(about)).fold(0, u64::saturating_add));
     let disk_bytes = members.iter().filter_map(|(_, about)| about.disk_bytes).fold(0, u64::saturating_add);
     let mut node = Table::new();
     node.insert("name".into(), name.into());
@@ -239,7 +247,11 @@ fn node(name: &str, members: &[(&Candidate, About)], usual_network: &str) -> Tab
 
 /// As fleet files say it: with what the process takes for itself, which workers have left out.
 fn memory_bytes(about: &About) -> u64 {
-    about.device.memory_bytes.saturating_add(GPU_PROCESS_BYTES)
+    let given = match about.device.kind == catalogue::CPU {
+        true => about_bytes(about.device.memory_bytes),
+        false => about.device.memory_bytes,
+    };
+    given.saturating_add(GPU_PROCESS_BYTES)
 }
 
 fn device(about: &About) -> Table {
@@ -306,6 +318,16 @@ mod tests {
             members.fleet.nodes[0].network, members.fleet.nodes[1].network,
             "the network is as it was"
         );
+    }
+
+    #[test]
+    fn machines_with_nearly_as_much_memory_are_alike() {
+        assert_eq!(about_bytes(20_100_000_000), about_bytes(20_900_000_000));
+        assert!((0..200).map(|number| 1 << 20 | number * 7_919_999).all(|count| {
+            let about = about_bytes(count);
+            about <= count && 8 * about > 7 * count
+        }));
+        assert_eq!((about_bytes(0), about_bytes(15), about_bytes(33)), (0, 15, 32));
     }
 
     #[test]

@@ -7,8 +7,8 @@ use std::io::Write;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use shoal_control::controller::{Keeping, Proposal};
-use shoal_control::message::{self, JobId};
-use shoal_crew::{Table, checkpoint_of};
+use shoal_control::message::{self, JobId, NUMBER_MAX, WorkerId};
+use shoal_crew::{About, Table, checkpoint_of};
 use shoal_fleet::pace::{AS_PROFILED_PERCENT, paced, stretched};
 use shoal_fleet::{Costs, Device, Fleet, Profile};
 use shoal_model::{Chain, Precision};
@@ -16,7 +16,7 @@ use shoal_plan::{Layout, Plan, Purpose, compile_paced};
 use shoal_planner::auto::{Request, Shape};
 use shoal_planner::breakdown::{self, Breakdown};
 use shoal_planner::replan::{InForce, Replanned, replan, replan_as};
-use shoal_service::planning::{Planner, Question, Unfit};
+use shoal_service::planning::{Candidate, Planner, Question, Unfit};
 use shoal_sim::{FleetWorld, Settings, simulate};
 use shoal_state::checkpoint::Store;
 
@@ -42,6 +42,10 @@ pub struct FleetPlanner {
     known: Mutex<HashMap<String, Plan>>,
 }
 
+/// How many may be lost or join at once for plans to be known before.
+const LOST_MAX: usize = 8;
+const JOINED_MAX: u64 = 4;
+
 /// Plans that are remembered; more than that is another life.
 const KNOWN_MAX: usize = 1_000;
 
@@ -56,11 +60,8 @@ impl Planner for FleetPlanner {
     }
 
     fn foresee(&self, question: &Question, is_free: &dyn Fn() -> bool) {
-        // One that is there may go: the plan for the others. Where machines are alike, one answer is for all.
-        for lost in 0..question.workers.len() {
-            let mut workers = question.workers.clone();
-            workers.remove(lost);
-            if workers.is_empty() || !is_free() {
+        for workers in near(&question.workers) {
+            if !is_free() {
                 return;
             }
             // Where there is no plan, whoever asks hears why.
@@ -81,6 +82,29 @@ impl Planner for FleetPlanner {
         };
         keep().map_err(said)
     }
+}
+
+/// Fleets that one may soon become, the likeliest first: without any one of its workers, without several, with more of them.
+/// Where machines are alike, one answer is for all that have as many.
+fn near(workers: &[Candidate]) -> impl Iterator<Item = Vec<Candidate>> {
+    let without_one = (0..workers.len()).map(move |lost| [&workers[..lost], &workers[lost + 1..]].concat());
+    let without =
+        (2..=LOST_MAX).filter_map(move |lost| Some(workers[..workers.len().checked_sub(lost)?].to_vec()));
+    let with = (1..=JOINED_MAX).filter_map(move |joined| {
+        let like = workers.last()?;
+        let more = (1..=joined).map(|number| newcomer(like, number)).collect::<Option<Vec<Candidate>>>()?;
+        Some([workers, &more].concat())
+    });
+    without_one.chain(without).filter(|workers| !workers.is_empty()).chain(with)
+}
+
+/// A worker that may join: a machine of its own, and otherwise like one that is there.
+fn newcomer(like: &Candidate, number: u64) -> Option<Candidate> {
+    let mut about = About::parse(&like.about).ok()?;
+    // Machines stand in the order of their names, and it is as well to stand last.
+    about.machine = format!("~{number}");
+    let worker = WorkerId(NUMBER_MAX + number);
+    Some(Candidate { worker, name: about.machine.clone(), about: about.text(), ..like.clone() })
 }
 
 /// For those who are elsewhere: the error and its hint in one sentence.

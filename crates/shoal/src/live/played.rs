@@ -13,6 +13,7 @@ use shoal_crew::{About, Slowness};
 use shoal_fleet::pace::stretched;
 use shoal_fleet::{Costs, Fleet, Profile};
 use shoal_model::Chain;
+use shoal_net::settings::tree_bytes_max;
 use shoal_net::{LinkShape, Shape};
 use shoal_plan::{Layout, Plan, Program};
 use shoal_planner::GPU_PROCESS_BYTES;
@@ -22,7 +23,6 @@ use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
 use crate::in_a_box::pace::durations;
 use crate::job::Job;
-use crate::machine;
 
 /// What a worker is to play, in a file.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -32,6 +32,9 @@ pub struct Part {
     pub profile: Option<PathBuf>,
     /// Its machine, by its place in the fleet; it has one device.
     pub machine: usize,
+    /// The most that may be taken of this machine's memory for its host's. All machines of a kind are told the same: those that
+    /// differ are no longer alike.
+    pub host_memory_bytes: u64,
     /// Everything lasts so many times longer.
     pub stretch: f64,
     /// Peers are known by their addresses alone.
@@ -78,7 +81,7 @@ impl Played {
     }
 
     pub fn host_memory_bytes(&self) -> u64 {
-        self.fleet.nodes[self.part.machine].host_memory_bytes.min(machine::available_bytes())
+        self.fleet.nodes[self.part.machine].host_memory_bytes.min(self.part.host_memory_bytes)
     }
 
     /// Says of a worker that it is what it plays.
@@ -101,6 +104,12 @@ impl Played {
             links: BTreeMap::new(),
             other_links: LinkShape { bytes_per_s: Some(rate), latency },
         }
+    }
+
+    /// What is small on the slowest network of the fleet, which everyone knows by the same file.
+    pub fn tree_bytes_max(&self) -> usize {
+        let rates = self.fleet.nodes.iter().map(|node| node.network.bytes_per_second);
+        tree_bytes_max(rates.fold(f64::INFINITY, f64::min) / self.part.stretch)
     }
 
     /// How long a job's instructions last there.

@@ -184,11 +184,14 @@ fn possible_steps(trace: &Trace, plans: &mut Plans) -> f64 {
     steps
 }
 
-/// What the simulator is told: how long it took until state began to move, after a loss and after a change that was foreseen.
-/// A loss is counted from the last step that was done; what was done of the next one is what the simulator takes off.
+/// What the simulator is told: how long pauses were beside the moving of state, after a loss and after a change that was
+/// foreseen. A loss is counted from the last step that was done; what was done of the next one is what the simulator takes
+/// off. Where a plan was given up on the way there were two changes, which the simulator counts itself.
 fn measured(pauses: &[Pause], step_seconds: f64) -> [f64; 2] {
     let until_moving = |is_lost: bool| {
-        let pauses = pauses.iter().filter(|pause| pause.lost == is_lost);
+        let such = || pauses.iter().filter(move |pause| pause.lost == is_lost);
+        let undisturbed = such().any(|pause| !pause.disturbed);
+        let pauses = such().filter(|pause| !(undisturbed && pause.disturbed));
         mean(pauses.map(|pause| pause.total_ms() - pause.moved_ms)) / 1e3
     };
     [(until_moving(true) - LOST_STEPS * step_seconds).max(0.0), until_moving(false)]
@@ -205,7 +208,7 @@ struct Told<'a> {
     ran: &'a Ran,
     possible: f64,
     simulated: Report,
-    /// What the simulator was told: seconds until state moves after a loss, and after another change.
+    /// What the simulator was told: seconds beside the moving of state, after a loss and after another change.
     told: [f64; 2],
 }
 
@@ -279,8 +282,8 @@ impl Told<'_> {
             self.print_pauses(what, is_lost);
         }
         println!(
-            "the simulator was told, as measured, that state begins to move {:.2} s after a loss, and {:.2} s after a \
-             change that was foreseen",
+            "the simulator was told, as measured, that pauses last {:.2} s beside the moving of state after a loss, and \
+             {:.2} s after a change that was foreseen",
             self.told[0], self.told[1]
         );
     }
@@ -294,13 +297,14 @@ impl Told<'_> {
         let part = |of: fn(&Pause) -> u64| mean(pauses.iter().map(|pause| of(pause))) / 1e3;
         println!(
             "pause at {what}, {} times: median {:.2} s; on average noticed {:.2} s after the last step, stopped {:.2}, \
-             planned {:.2}, moved {:.2}",
+             planned {:.2}, moved {:.2}, began {:.2}",
             totals.len(),
             *median as f64 / 1e3,
             part(|pause| pause.noticed_ms),
             part(|pause| pause.stopped_ms),
             part(|pause| pause.planned_ms),
             part(|pause| pause.moved_ms),
+            part(|pause| pause.began_ms),
         );
     }
 }

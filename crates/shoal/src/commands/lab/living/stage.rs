@@ -13,6 +13,7 @@ use crate::error::{CliError, Result};
 use crate::live::description::Description;
 use crate::live::own_fleet::{OwnFleet, Processes};
 use crate::live::played::{Cue, Part};
+use crate::machine;
 
 pub struct Stage {
     fleet: OwnFleet,
@@ -39,6 +40,7 @@ impl Stage {
             fleet: absolute(&scene.options.fleet)?,
             profile,
             machine: 0,
+            host_memory_bytes: machine::available_bytes(),
             stretch: scene.stretch,
             plain: scene.options.plain,
         };
