@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use shoal_control::message::{Checkpoint, Epoch, Installation, Source, Spent, WorkerId};
+use shoal_engine::stepping::Evaluation;
 use shoal_engine::{EngineError, Executor, LossScale, ModelState};
 use shoal_model::Precision;
 use shoal_net::Fabric;
@@ -14,7 +15,6 @@ use crate::assembly::Assembled;
 use crate::brake::Brake;
 use crate::error::{CrewError, Result, lacks_room};
 use crate::hands::Hands;
-use crate::held_out::Programs;
 use crate::peers::{Peers, Purpose, own_id};
 use crate::save::save_number;
 use crate::share::{Body, Share};
@@ -95,8 +95,8 @@ impl Hands {
             plan_id,
             peers,
             abouts: installation.abouts.clone(),
+            evaluation: Evaluation::new(program.device),
             program,
-            evaluation: Programs::new(),
             work_ms,
             bubble,
             predicted_ms: installation.plan.step_ms,

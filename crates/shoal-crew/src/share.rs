@@ -11,14 +11,13 @@ use shoal_engine::disk::DiskSlice;
 use shoal_engine::error::Result as EngineResult;
 use shoal_engine::metrics::StepRecord;
 use shoal_engine::state::{HeldSlice, Kept};
-use shoal_engine::stepping::{self, Terms};
+use shoal_engine::stepping::{self, Evaluation, Terms};
 use shoal_engine::{EngineError, Executor, LossScale, StepOutcome};
 use shoal_kernels::{Device, Tensor};
 use shoal_model::Chain;
 use shoal_plan::{Closing, Plan, Program, Slice};
 
 use crate::error::{CrewError, Result};
-use crate::held_out::Programs;
 use crate::peers::Peers;
 
 /// A plan's state here.
@@ -30,8 +29,7 @@ pub struct Share {
     pub peers: Peers,
     pub abouts: BTreeMap<WorkerId, String>,
     pub program: Arc<Program>,
-    /// Made when they are first needed.
-    pub evaluation: Programs,
+    pub evaluation: Evaluation,
     /// What own work in a step is predicted to take.
     pub work_ms: Option<f64>,
     /// How much of a step is predicted to pass without anything to compute until others are done.
@@ -67,12 +65,18 @@ enum ParkedPlace {
     Disk(DiskSlice),
 }
 
-impl Share {
+impl Body {
     pub fn executor(&mut self) -> Option<&mut Executor> {
-        match &mut self.body {
+        match self {
             Body::Executor(executor) => Some(executor),
             Body::Parked(_) => None,
         }
+    }
+}
+
+impl Share {
+    pub fn executor(&mut self) -> Option<&mut Executor> {
+        self.body.executor()
     }
 
     /// What is held of a tensor, in the order of [`Share::read`].

@@ -2,7 +2,7 @@
 //! program's affair; what this loop owns is that a run can be stopped, killed and resumed at any moment and
 //! end in the same bits.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,16 +11,16 @@ use std::time::{Duration, Instant};
 use shoal_data::{Dataset, Order};
 use shoal_model::{Chain, Precision};
 use shoal_nn::{OptimizerSettings, Schedule};
-use shoal_plan::{Layout, Plan, Program, Purpose, compile, verify};
+use shoal_plan::{Layout, Plan, Program, Purpose, verify};
 use shoal_state::checkpoint::{Checkpoint, Header, Store};
 
 use crate::error::{EngineError, Result};
-use crate::executor::{Executor, StepInput, StepOutcome, Traced};
+use crate::executor::{Executor, StepOutcome, Traced};
 use crate::identity::Identity;
 use crate::loss_scale::LossScale;
 use crate::metrics::{Metrics, StepRecord};
 use crate::saving::{Outcome, Saver};
-use crate::stepping::{self, Terms, Window, Work};
+use crate::stepping::{self, Evaluation, Measured, Terms, Work};
 
 /// How often something is due.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -122,8 +122,7 @@ pub struct Run {
     data: Dataset,
     order: Order,
     eval_data: Option<Dataset>,
-    /// Evaluation plans and programs by number of samples: whole batches, and the last one.
-    eval_programs: HashMap<usize, (Arc<Plan>, Program)>,
+    evaluation: Evaluation,
     /// Of the job.
     fingerprint: String,
     /// At the worker that keeps the books.
@@ -198,6 +197,7 @@ impl Run {
         let states = settings.optimizer.state_names();
         let saver = Saver::new(store, &plan, chain.clone(), states, &members, program.device)?;
         let order = Order::new(data.len(), settings.seed, settings.shuffle);
+        let evaluation = Evaluation::new(program.device);
         Ok(Run {
             last_saved: checkpoint.map(|_| step),
             settings,
@@ -209,7 +209,7 @@ impl Run {
             data,
             order,
             eval_data,
-            eval_programs: HashMap::new(),
+            evaluation,
             fingerprint: identity.fingerprint(),
             metrics,
             saver,
@@ -291,8 +291,7 @@ impl Run {
                 self.catch_up(&mut record)?;
             }
             if verdict.evaluates {
-                let held_out = self.evaluate()?;
-                (record.eval_loss, record.eval_accuracy) = (Some(held_out.loss()), held_out.accuracy());
+                self.evaluate(&mut record)?;
                 evaluated_at = Instant::now();
             }
             self.write(record, on_event)?;
@@ -462,34 +461,15 @@ impl Run {
         record
     }
 
-    /// The losses of every target of the held-out set, and how many were predicted rightly.
-    fn evaluate(&mut self) -> Result<StepOutcome> {
-        let mut whole = StepOutcome::default();
-        let Some(data) = &self.eval_data else { return Ok(whole) };
-        let order = Order::new(data.len(), 0, false);
-        let batch_size = self.plan.global_batch as u64;
-        let mut first = 0;
-        while first < data.len() {
-            let samples = batch_size.min(data.len() - first) as usize;
-            if !self.eval_programs.contains_key(&samples) {
-                let plan = self.plan.of_first(samples);
-                let program =
-                    compile(&plan, &self.chain, Purpose::Evaluate)?.swap_remove(self.program.device);
-                verify(&program, &plan, &self.chain, Purpose::Evaluate)?;
-                self.eval_programs.insert(samples, (plan.into(), program));
-            }
-            let (plan, program) = &self.eval_programs[&samples];
-            let layout = Layout::new(plan, &self.chain);
-            let layout = stepping::is_shared(&layout, program).then_some(layout);
-            let batch = Window { data, order: &order, first };
-            let input = StepInput::evaluate(self.step, &batch);
-            let outcome = self.executor.run_in(layout.as_ref(), program, &input)?;
-            whole.loss_sum += outcome.loss_sum;
-            whole.targets += outcome.targets;
-            whole.correct = outcome.correct.map(|correct| correct + whole.correct.unwrap_or(0));
-            first += samples as u64;
+    /// Adds held-out loss, and how many targets were predicted rightly, to a step's record.
+    fn evaluate(&mut self, record: &mut StepRecord) -> Result {
+        let Some(data) = &self.eval_data else { return Ok(()) };
+        let measured =
+            self.evaluation.measure(&mut self.executor, &self.plan, &self.chain, self.step, data)?;
+        if let Measured::Whole(outcome) = measured {
+            (record.eval_loss, record.eval_accuracy) = (Some(outcome.loss()), outcome.accuracy());
         }
-        Ok(whole)
+        Ok(())
     }
 
     /// Begins a save of everyone's part; returns when it is complete if asked to wait for that, or if there is no room for

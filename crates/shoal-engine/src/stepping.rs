@@ -1,13 +1,16 @@
 //! One training step, as each of its workers does it. All that a step is given is a function of its number: samples,
 //! learning rate, what is drawn at random. So whoever does it, on whatever plan and after whatever happened, does the same
-//! step. What follows steps (books, checkpoints, orders) is the affair of whoever calls this.
+//! step. What follows steps (books, checkpoints, orders) is the affair of whoever calls this. So is when held-out loss is
+//! measured; how, is here too.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ops::Range;
 
 use shoal_data::{Dataset, Inputs, Order};
 use shoal_model::Chain;
 use shoal_nn::{OptimizerSettings, Schedule};
-use shoal_plan::{Closing, Layout, Plan, Program};
+use shoal_plan::{Closing, Layout, Op, Plan, Program, Purpose, compile, verify};
 
 use crate::error::{EngineError, Result};
 use crate::executor::{Batch, Executor, StepInput, StepOutcome};
@@ -35,10 +38,10 @@ pub struct Work<'a> {
 }
 
 /// Samples of the endless stream from some position on.
-pub(crate) struct Window<'a> {
-    pub(crate) data: &'a Dataset,
-    pub(crate) order: &'a Order,
-    pub(crate) first: u64,
+struct Window<'a> {
+    data: &'a Dataset,
+    order: &'a Order,
+    first: u64,
 }
 
 impl Batch for Window<'_> {
@@ -81,6 +84,67 @@ impl Terms<'_> {
             return Err(EngineError::NotFinite { step, what, value, checkpoint: None });
         }
         Ok(outcome)
+    }
+}
+
+/// A worker's part of measuring held-out loss under one plan.
+pub struct Evaluation {
+    /// The worker's, in the plan.
+    device: usize,
+    /// Plans and programs by number of samples: whole batches, and the last one. Made when they are first needed.
+    programs: HashMap<usize, (Plan, Program)>,
+}
+
+/// What a worker knows of a held-out loss.
+pub enum Measured {
+    Whole(StepOutcome),
+    /// Some of the sums were made without this worker: it computes none of those samples and keeps no state.
+    Elsewhere,
+}
+
+impl Evaluation {
+    pub fn new(device: usize) -> Evaluation {
+        Evaluation { device, programs: HashMap::new() }
+    }
+
+    /// Goes through all held-out samples in batches as large as the plan's, after `step` steps. It changes no state.
+    pub fn measure(
+        &mut self,
+        executor: &mut Executor,
+        plan: &Plan,
+        chain: &Chain,
+        step: u64,
+        data: &Dataset,
+    ) -> Result<Measured> {
+        let order = Order::new(data.len(), 0, false);
+        let (mut whole, mut first, mut knows) = (StepOutcome::default(), 0, true);
+        while first < data.len() {
+            let samples = (plan.global_batch as u64).min(data.len() - first) as usize;
+            let (plan, program) = self.program(plan, chain, samples)?;
+            let layout = Layout::new(plan, chain);
+            let layout = is_shared(&layout, program).then_some(&layout);
+            knows &= program.instructions.iter().any(|next| matches!(next.op, Op::SumLoss));
+            let window = Window { data, order: &order, first };
+            let outcome = executor.run_in(layout, program, &StepInput::evaluate(step, &window))?;
+            whole.loss_sum += outcome.loss_sum;
+            whole.targets += outcome.targets;
+            whole.correct = outcome.correct.map(|correct| correct + whole.correct.unwrap_or(0));
+            first += samples as u64;
+        }
+        Ok(if knows { Measured::Whole(whole) } else { Measured::Elsewhere })
+    }
+
+    /// What the worker does for so many samples.
+    fn program(&mut self, plan: &Plan, chain: &Chain, samples: usize) -> Result<&(Plan, Program)> {
+        match self.programs.entry(samples) {
+            Entry::Occupied(known) => Ok(known.into_mut()),
+            Entry::Vacant(place) => {
+                let plan = plan.of_first(samples);
+                let program = compile(&plan, chain, Purpose::Evaluate)?.swap_remove(self.device);
+                verify(&program, &plan, chain, Purpose::Evaluate)?;
+                Ok(place.insert((plan, program)))
+            }
+        }
     }
 }
 

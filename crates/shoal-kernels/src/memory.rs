@@ -354,7 +354,7 @@ mod tests {
         assert_eq!(block.offset, 768);
         // Pieces end at 232 and at each thousand from there.
         assert_eq!(block.locked_runs(0..3000).unwrap(), [0..232, 232..1232, 1232..2232, 2232..3000]);
-        assert_eq!(block.locked_runs(232..1232).unwrap(), [232..1232]);
+        assert_eq!(block.locked_runs(232..1232).unwrap(), std::slice::from_ref(&(232..1232)));
         assert_eq!(block.locked_runs(231..233).unwrap(), [231..232, 232..233]);
         assert_eq!(block.locked_runs(5..5).unwrap(), []);
         // Past what is locked nothing is, nor what lies there in part.

@@ -34,5 +34,5 @@ pub use convolutional::{BatchNorm, ConvolutionSpec, ConvolutionalConfig, JoinSpe
 pub use footprint::{Footprint, Retention};
 pub use hugging_face::ConfigError;
 pub use model::Model;
-pub use precision::{Precision, UnknownPrecision};
+pub use precision::{Precision, TensorUse, UnknownPrecision};
 pub use shape::ConvolutionalModel;

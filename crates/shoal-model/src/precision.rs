@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::chain::{BlockSpec, Chain, HeadSpec, Slot};
+use crate::chain::{BlockSpec, Chain, HeadSpec, Slot, TensorSpec};
 use crate::config::Activation;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -90,25 +90,84 @@ impl BlockSpec {
     }
 }
 
-impl Chain {
-    /// What a tensor is to the layers that use it.
-    fn slots(&self, tensor: usize) -> impl Iterator<Item = Slot> + '_ {
-        let tensors = self.layers.iter().flat_map(|layer| &layer.tensors);
-        tensors.filter(move |(_, index)| *index == tensor).map(|(slot, _)| *slot)
+/// Who uses a tensor, and as what.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TensorUse {
+    /// In chain order: more than one where it is tied.
+    pub layers: Vec<usize>,
+    is_fp32: bool,
+    is_output: bool,
+}
+
+impl TensorUse {
+    fn add(&mut self, layer: usize, slot: Slot) {
+        if self.layers.last() != Some(&layer) {
+            self.layers.push(layer);
+        }
+        self.is_fp32 |= slot.is_fp32();
+        self.is_output |= slot.is_output();
     }
 
     /// Elements of the copy that layers compute with; `None` where they compute with the parameter itself.
-    pub fn copy_elements(&self, tensor: usize, precision: Precision) -> Option<usize> {
-        let copied = precision.is_half() && !self.slots(tensor).any(Slot::is_fp32);
-        copied.then(|| self.gradient_elements(tensor, precision))
+    pub fn copy_elements(&self, spec: &TensorSpec, precision: Precision) -> Option<usize> {
+        let copied = precision.is_half() && !self.is_fp32;
+        copied.then(|| self.gradient_elements(spec, precision))
     }
 
     /// Elements of a tensor's gradient sum: padded like the copy, with zeros.
-    pub fn gradient_elements(&self, tensor: usize, precision: Precision) -> usize {
-        let spec = &self.tensors[tensor];
-        match precision.is_half() && self.slots(tensor).any(Slot::is_output) {
+    pub fn gradient_elements(&self, spec: &TensorSpec, precision: Precision) -> usize {
+        match precision.is_half() && self.is_output {
             true => spec.elements() / spec.shape[0] * spec.shape[0].next_multiple_of(LOGIT_COLUMNS),
             false => spec.elements(),
+        }
+    }
+}
+
+impl Chain {
+    /// Of every tensor, in one walk through the chain: planners lay out thousands of tables.
+    pub fn uses(&self) -> Vec<TensorUse> {
+        let mut all = vec![TensorUse::default(); self.tensors.len()];
+        for (layer, row) in self.layers.iter().enumerate() {
+            row.tensors.iter().for_each(|(slot, tensor)| all[*tensor].add(layer, *slot));
+        }
+        all
+    }
+
+    /// The same of one tensor.
+    fn use_of(&self, tensor: usize) -> TensorUse {
+        let mut found = TensorUse::default();
+        for (layer, row) in self.layers.iter().enumerate() {
+            let own = row.tensors.iter().filter(|(_, index)| *index == tensor);
+            own.for_each(|(slot, _)| found.add(layer, *slot));
+        }
+        found
+    }
+
+    /// [`TensorUse::copy_elements`] of a tensor.
+    pub fn copy_elements(&self, tensor: usize, precision: Precision) -> Option<usize> {
+        self.use_of(tensor).copy_elements(&self.tensors[tensor], precision)
+    }
+
+    /// [`TensorUse::gradient_elements`] of a tensor.
+    pub fn gradient_elements(&self, tensor: usize, precision: Precision) -> usize {
+        self.use_of(tensor).gradient_elements(&self.tensors[tensor], precision)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::presets;
+
+    #[test]
+    fn one_walk_says_of_every_tensor_what_a_walk_for_it_does() {
+        for name in presets::NAMES.iter().copied() {
+            let chain = Chain::new(&presets::preset(name).expect("it is a preset"));
+            let uses = chain.uses();
+            for (tensor, use_of) in uses.iter().enumerate() {
+                assert_eq!(*use_of, chain.use_of(tensor), "{name}: {}", chain.tensors[tensor].name);
+                assert_eq!(use_of.layers, chain.users(tensor).collect::<Vec<_>>());
+            }
         }
     }
 }

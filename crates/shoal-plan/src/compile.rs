@@ -40,15 +40,42 @@ pub fn compile_paced(
 
 /// The same, of a table that [`Plan::check`] has passed, where its layout is at hand.
 pub fn compile_in(layout: &Layout, purpose: Purpose, pace: &dyn Pace) -> Result<Vec<Program>, CompileError> {
-    if purpose == Purpose::Train {
-        refuse_split_groups(layout)?;
+    Ok(Ordered::new(layout, purpose, pace)?.link())
+}
+
+/// Programs on their way: what every device does in which order, but not yet what follows what. That is the larger part of
+/// the work, and those who try many tables may know enough before it.
+pub struct Ordered<'a> {
+    layout: &'a Layout<'a>,
+    purpose: Purpose,
+    lists: Vec<Vec<Listed>>,
+    /// When the last backward ends by the pace, where micro-batches follow each other; zero where they go layer by layer.
+    /// Links that many share at a time are not in it.
+    pub foreseen_seconds: f64,
+}
+
+impl<'a> Ordered<'a> {
+    /// Of a table that [`Plan::check`] has passed.
+    pub fn new(
+        layout: &'a Layout<'a>,
+        purpose: Purpose,
+        pace: &dyn Pace,
+    ) -> Result<Ordered<'a>, CompileError> {
+        if purpose == Purpose::Train {
+            refuse_split_groups(layout)?;
+        }
+        let (lists, foreseen_seconds) = lists(layout, purpose, pace);
+        Ok(Ordered { layout, purpose, lists, foreseen_seconds })
     }
-    let lists = lists(layout, purpose, pace).into_iter().enumerate();
-    let program = |(device, list)| {
-        let instructions = Linker::default().link(list, layout, device);
-        Program { format: FORMAT, purpose, device, instructions }
-    };
-    Ok(lists.map(program).collect())
+
+    pub fn link(self) -> Vec<Program> {
+        let Ordered { layout, purpose, lists, .. } = self;
+        let program = |(device, list)| {
+            let instructions = Linker::default().link(list, layout, device);
+            Program { format: FORMAT, purpose, device, instructions }
+        };
+        lists.into_iter().enumerate().map(program).collect()
+    }
 }
 
 /// A group's micro-batches must all have begun a layer before one of them goes on: they go layer by layer.

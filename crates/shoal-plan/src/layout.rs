@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use shoal_model::Chain;
+use shoal_model::{Chain, TensorUse};
 
 use crate::program::{Lane, Pass};
 use crate::table::{Activations, Held, Holder, Order, Plan, Residence, Samples, Slice, Tier};
@@ -102,7 +102,7 @@ struct TensorLayout {
 }
 
 impl TensorLayout {
-    fn new(plan: &Plan, chain: &Chain, tensor: usize, use_of: Use) -> TensorLayout {
+    fn new(plan: &Plan, chain: &Chain, tensor: usize, use_of: TensorUse) -> TensorLayout {
         let row = &plan.tensors[tensor];
         let mut copies: Vec<_> =
             row.compute_copies.iter().map(|copy| (copy.device, copy.residence)).collect();
@@ -112,10 +112,7 @@ impl TensorLayout {
         let whole = whole_at(&row.optimizer, row.elements);
         let whole_gradient = whole_at(&row.gradient, row.elements);
         let handed = gradient.as_ref().map(|sums| handed(&optimizer, sums, &whole, &whole_gradient));
-        let gradient_elements = match use_of.is_output {
-            true => chain.gradient_elements(tensor, plan.precision),
-            false => chain.tensors[tensor].elements(),
-        };
+        let spec = &chain.tensors[tensor];
         TensorLayout {
             copies,
             optimizer,
@@ -123,9 +120,9 @@ impl TensorLayout {
             handed: handed.unwrap_or_default(),
             whole,
             whole_gradient,
+            gradient_elements: use_of.gradient_elements(spec, plan.precision),
+            copy_elements: use_of.copy_elements(spec, plan.precision),
             users: use_of.layers,
-            gradient_elements,
-            copy_elements: (plan.precision.is_half() && !use_of.is_fp32).then_some(gradient_elements),
         }
     }
 
@@ -136,32 +133,6 @@ impl TensorLayout {
 
     fn is_whole(&self, device: usize) -> bool {
         self.whole.binary_search(&device).is_ok()
-    }
-}
-
-/// Who uses a tensor, and as what.
-#[derive(Clone, Debug, Default)]
-struct Use {
-    layers: Vec<usize>,
-    is_fp32: bool,
-    is_output: bool,
-}
-
-impl Use {
-    /// Of every tensor, in one walk through the chain: planners lay out thousands of tables.
-    fn all(chain: &Chain) -> Vec<Use> {
-        let mut all = vec![Use::default(); chain.tensors.len()];
-        for (number, layer) in chain.layers.iter().enumerate() {
-            for (slot, tensor) in &layer.tensors {
-                let use_of = &mut all[*tensor];
-                if use_of.layers.last() != Some(&number) {
-                    use_of.layers.push(number);
-                }
-                use_of.is_fp32 |= slot.is_fp32();
-                use_of.is_output |= slot.is_output();
-            }
-        }
-        all
     }
 }
 
@@ -198,7 +169,7 @@ impl<'a> Layout<'a> {
                 }
             }
         }
-        let uses = Use::all(chain);
+        let uses = chain.uses();
         for (tensor, use_of) in uses.iter().enumerate() {
             if let Some(first) = use_of.layers.first() {
                 layers[*first].owned.push(tensor);

@@ -35,7 +35,7 @@ pub mod standing;
 pub mod table;
 pub mod verify;
 
-pub use compile::{CompileError, compile, compile_in, compile_paced};
+pub use compile::{CompileError, Ordered, compile, compile_in, compile_paced};
 pub use layout::{Group, Layout, Share};
 pub use meetings::{Meeting, Meetings};
 pub use memory::{MemoryForecast, forecast};

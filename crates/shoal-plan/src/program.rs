@@ -34,6 +34,23 @@ pub enum Lane {
     Disk,
 }
 
+impl Lane {
+    /// How many lanes do one instruction after the other; the network is not among them.
+    pub const SERIAL: usize = 5;
+
+    /// Its place among those.
+    fn serial(self) -> Option<usize> {
+        match self {
+            Lane::Compute => Some(0),
+            Lane::CopyIn => Some(1),
+            Lane::CopyOut => Some(2),
+            Lane::Host => Some(3),
+            Lane::Disk => Some(4),
+            Lane::Network => None,
+        }
+    }
+}
+
 /// What goes from one layer's device to another's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -300,6 +317,14 @@ pub struct Instruction {
     /// takes is counted from there on.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub ahead: u32,
+}
+
+impl Instruction {
+    /// The lane that it needs free, by its place among those that do one after the other. Updates of other memories have
+    /// lines of their own instead.
+    pub fn serial(&self) -> Option<usize> {
+        self.lane.serial().filter(|_| self.op.line().is_none())
+    }
 }
 
 fn is_zero(number: &u32) -> bool {

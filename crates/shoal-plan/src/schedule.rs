@@ -63,17 +63,18 @@ pub(crate) struct Listed {
     pub from: usize,
 }
 
-/// The lists of all the plan's devices.
-pub(crate) fn lists(layout: &Layout, purpose: Purpose, pace: &dyn Pace) -> Vec<Vec<Listed>> {
+/// The lists of all the plan's devices, and how long computing takes by the pace, as far as their order shows that.
+pub(crate) fn lists(layout: &Layout, purpose: Purpose, pace: &dyn Pace) -> (Vec<Vec<Listed>>, f64) {
     let mut lists = Lists { layout, purpose, lists: vec![Vec::new(); layout.plan.devices.len()] };
     let fetches = (0..layout.chain.layers.len()).any(|layer| layout.gather(layer, Pass::Step).is_some());
     // Without a backward nothing is gained by going layer by layer, unless parameters are fetched.
-    if layout.is_layered() && (purpose == Purpose::Train || fetches) {
+    let foreseen = if layout.is_layered() && (purpose == Purpose::Train || fetches) {
         layered::order(&mut lists);
+        0.0
     } else {
-        pipelined::order(&mut lists, pace);
-    }
-    lists.lists
+        pipelined::order(&mut lists, pace)
+    };
+    (lists.lists, foreseen)
 }
 
 /// The lists as they grow.

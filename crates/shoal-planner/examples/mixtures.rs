@@ -91,7 +91,7 @@ fn row(label: &str, chain: &Chain, step: StepShape, fleet: &Fleet) -> Result<(),
         let wanted = PipelineWanted { replicas, ..PipelineWanted::default() };
         Some(pipeline::plan(chain, step, fleet, &costs, &wanted).ok()?.seconds)
     });
-    let singles = mixed::plan_singles(chain, step, fleet, &costs)?;
+    let singles = mixed::plan_singles(chain, step, fleet, &costs, f64::INFINITY)?;
     let singles = singles.map(|planned| planned.simulated.seconds);
     let pipeline = replicas.chain(singles).fold(f64::INFINITY, f64::min);
     let of_shape = |shape: Shape| {
@@ -99,7 +99,7 @@ fn row(label: &str, chain: &Chain, step: StepShape, fleet: &Fleet) -> Result<(),
         found.map_or(f64::INFINITY, |found| found.best.simulated.seconds)
     };
     let (sharded, burst) = (of_shape(Shape::Sharded), of_shape(Shape::Burst));
-    let mixed = mixed::plan(chain, step, fleet, &costs)?;
+    let mixed = mixed::plan(chain, step, fleet, &costs, f64::INFINITY)?;
     let seconds = mixed.as_ref().map_or(f64::INFINITY, |planned| planned.simulated.seconds);
     let shown = |seconds: f64| match seconds.is_finite() {
         true => format!("{:.0}", 1e3 * seconds),

@@ -14,6 +14,7 @@ use thiserror::Error;
 
 use crate::bound::least_seconds;
 use crate::mirrors::MirrorError;
+use crate::mixed::{MixedPlanned, PlayError};
 use crate::pipeline::{self, PipelineWanted};
 use crate::usual::{self, State};
 use crate::{burst, mirrors, mixed, parallel, sharded, spilled};
@@ -190,7 +191,7 @@ pub(crate) fn candidates(
     worst: f64,
     change: &(dyn Fn(Plan) -> Result<Plan, String> + Sync),
 ) -> Result<Vec<Searched>, AutoError> {
-    let Request { chain, step, fleet, costs, shapes, survive } = *request;
+    let Request { chain, step, fleet, shapes, survive, .. } = *request;
     if fleet.devices.is_empty() {
         return Err(AutoError::NoDevice);
     }
@@ -200,11 +201,13 @@ pub(crate) fn candidates(
     let roomy = mirrors::reserved(chain, step, fleet, survive);
     let best = Mutex::new(f64::INFINITY);
     let least = || *best.lock().unwrap_or_else(PoisonError::into_inner);
-    let search = |shape: Shape, within: &Fleet| {
+    let tried = |method: Method, within: &Fleet, known_seconds: f64| {
+        let proposed = propose(method, request, within, known_seconds)?;
         let mut refused = None;
         let mut fitting = Vec::new();
-        for plan in propose(shape, chain, step, within, costs)? {
+        for plan in proposed.plans {
             let mirrored = mirrors::mirrored(&plan, fleet, survive).map_err(|error| error.to_string());
+            let shape = method.shape();
             match mirrored.and_then(change).and_then(|plan| play(shape, plan, request, worst * least())) {
                 Ok(Some(candidate)) => {
                     let mut best = best.lock().unwrap_or_else(PoisonError::into_inner);
@@ -217,71 +220,136 @@ pub(crate) fn candidates(
         }
         match refused {
             Some(refused) if fitting.is_empty() => Err(refused),
-            _ => Ok(fitting),
+            _ => Ok((fitting, proposed.seconds)),
+        }
+    };
+    let search = |method: Method, known_seconds: f64| {
+        let found = tried(method, fleet, known_seconds);
+        // Hosts that a plan has filled have no room for mirrors: it is made again with that room left free.
+        match (found, &roomy) {
+            (Err(_), Some(roomy)) => tried(method, roomy, known_seconds),
+            (found, _) => found,
         }
     };
     // Most searches keep one core busy.
-    let searched = parallel::map(shapes, |shape| {
-        let found = search(*shape, fleet);
-        // Hosts that a plan has filled have no room for mirrors: it is made again with that room left free.
-        match (found, &roomy) {
-            (Err(_), Some(roomy)) => search(*shape, roomy),
-            (found, _) => found,
+    let asked = |method: &&Method| shapes.contains(&method.shape());
+    let first: Vec<Method> = Method::FIRST.iter().filter(asked).copied().collect();
+    let mut found = parallel::map(&first, |method| search(*method, f64::INFINITY));
+    let known_seconds = found.iter().flatten().map(|(_, seconds)| *seconds).fold(f64::INFINITY, f64::min);
+    let second: Vec<Method> = Method::SECOND.iter().filter(asked).copied().collect();
+    found.extend(parallel::map(&second, |method| match method {
+        // Where all shapes are of interest, another is no reason to pass one over.
+        Method::Mixed if worst == f64::INFINITY => search(*method, f64::INFINITY),
+        _ => search(*method, known_seconds),
+    }));
+    let methods: Vec<Method> = [first, second].concat();
+    let mut searched: Vec<Searched> = shapes.iter().map(|shape| (*shape, Err(NOTHING.to_owned()))).collect();
+    for (method, found) in methods.into_iter().zip(found) {
+        let Some((_, all)) = searched.iter_mut().find(|(shape, _)| *shape == method.shape()) else {
+            continue;
+        };
+        match (&mut *all, found) {
+            (Ok(all), Ok((more, _))) => all.extend(more),
+            (Err(_), Ok((more, _))) if !more.is_empty() || method != Method::Singles => *all = Ok(more),
+            (Err(reason), Err(refused)) if method != Method::Singles => *reason = refused,
+            _ => {}
         }
-    });
-    Ok(shapes.iter().copied().zip(searched).collect())
+    }
+    Ok(searched)
+}
+
+/// A search of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Method {
+    Pipeline,
+    /// One replica in orders and with stashes that the search for replicas does not look at.
+    Singles,
+    Sharded,
+    Burst,
+    Mixed,
+    Spilled,
+    Usual(State),
+}
+
+impl Method {
+    const FIRST: [Method; 6] = [
+        Method::Pipeline,
+        Method::Sharded,
+        Method::Burst,
+        Method::Spilled,
+        Method::Usual(State::InEqualSlices),
+        Method::Usual(State::Everyone),
+    ];
+    /// Those that are told what a pipeline takes.
+    const SECOND: [Method; 2] = [Method::Mixed, Method::Singles];
+
+    fn shape(self) -> Shape {
+        match self {
+            Method::Pipeline | Method::Singles => Shape::Pipeline,
+            Method::Sharded => Shape::Sharded,
+            Method::Burst => Shape::Burst,
+            Method::Mixed => Shape::Mixed,
+            Method::Spilled => Shape::Spilled,
+            Method::Usual(State::InEqualSlices) => Shape::Even,
+            Method::Usual(State::Everyone) => Shape::DataParallel,
+        }
+    }
+}
+
+/// A search's own best tables.
+struct Proposed {
+    plans: Vec<Plan>,
+    /// Of a step without mirrors, where the search has played it through.
+    seconds: f64,
+}
+
+impl Proposed {
+    fn unplayed(plan: Plan) -> Proposed {
+        Proposed { plans: vec![plan], seconds: f64::INFINITY }
+    }
 }
 
 fn quickest(candidates: Vec<Candidate>) -> Option<Candidate> {
     candidates.into_iter().min_by(|a, b| a.simulated.seconds.total_cmp(&b.simulated.seconds))
 }
 
-/// A shape's own best tables, or why it has none.
-fn propose(
-    shape: Shape,
-    chain: &Chain,
-    step: StepShape,
-    fleet: &Fleet,
-    costs: &Costs,
-) -> Result<Vec<Plan>, String> {
-    match shape {
-        Shape::Pipeline => {
-            let searched = pipeline::plan(chain, step, fleet, costs, &PipelineWanted::default())
-                .map(|planned| planned.plan)
-                .map_err(|error| error.to_string());
-            // One replica in orders and with stashes that the search for replicas does not look at.
-            let singles =
-                mixed::plan_singles(chain, step, fleet, costs).map_err(|error| error.to_string())?;
-            match (searched, singles) {
-                (searched, Some(singles)) => Ok(searched.into_iter().chain([singles.plan]).collect()),
-                (searched, None) => searched.map(|plan| vec![plan]),
-            }
-        }
-        Shape::Sharded => sharded::plan(&sharded::Request::new(chain, step, fleet, costs))
-            .map(|planned| vec![planned.plan])
+/// What a search proposes, or why it has nothing. Beside a plan that is known already, of so many seconds a step, it may have
+/// nothing because all that it could propose takes much longer.
+fn propose(method: Method, request: &Request, fleet: &Fleet, known_seconds: f64) -> Result<Proposed, String> {
+    let Request { chain, step, costs, .. } = *request;
+    let played = |planned: Result<Option<MixedPlanned>, PlayError>| match planned {
+        Ok(Some(planned)) => Ok(Proposed { seconds: planned.simulated.seconds, plans: vec![planned.plan] }),
+        Ok(None) if known_seconds.is_finite() => Ok(Proposed { plans: Vec::new(), seconds: f64::INFINITY }),
+        Ok(None) => Err("no pipeline of groups fits the nodes' devices".into()),
+        Err(error) => Err(error.to_string()),
+    };
+    match method {
+        Method::Pipeline => pipeline::plan(chain, step, fleet, costs, &PipelineWanted::default())
+            .map(|planned| Proposed { plans: vec![planned.plan], seconds: planned.seconds })
             .map_err(|error| error.to_string()),
-        Shape::Burst => {
+        Method::Singles => played(mixed::plan_singles(chain, step, fleet, costs, known_seconds)),
+        Method::Sharded => sharded::plan(&sharded::Request::new(chain, step, fleet, costs))
+            .map(|planned| Proposed::unplayed(planned.plan))
+            .map_err(|error| error.to_string()),
+        Method::Burst => {
             let problem = burst::Problem::new(chain, step, fleet, costs);
             let planned =
                 burst::Planner::new(&problem).and_then(|planner| planner.plan(burst::Goal::Fastest));
             planned
                 .and_then(|planned| burst::table(chain, step, fleet, &planned.decision))
-                .map(|plan| vec![plan])
+                .map(Proposed::unplayed)
                 .map_err(|error| error.to_string())
         }
-        Shape::Mixed => match mixed::plan(chain, step, fleet, costs) {
-            Ok(Some(planned)) => Ok(vec![planned.plan]),
-            Ok(None) => Err("no pipeline of groups fits the nodes' devices".into()),
-            Err(error) => Err(error.to_string()),
-        },
-        Shape::Spilled => match fleet.devices.len() {
+        Method::Mixed => played(mixed::plan(chain, step, fleet, costs, known_seconds)),
+        Method::Spilled => match fleet.devices.len() {
             1 => spilled::plan(chain, step, fleet, costs, 0)
-                .map(|planned| vec![planned.plan])
+                .map(|planned| Proposed::unplayed(planned.plan))
                 .map_err(|error| error.to_string()),
             count => Err(format!("it is for one device, the fleet has {count}")),
         },
-        Shape::Even => Ok(usual::tables(chain, step, fleet, State::InEqualSlices)),
-        Shape::DataParallel => Ok(usual::tables(chain, step, fleet, State::Everyone)),
+        Method::Usual(state) => {
+            Ok(Proposed { plans: usual::tables(chain, step, fleet, state), seconds: f64::INFINITY })
+        }
     }
 }
 

@@ -55,6 +55,10 @@ pub struct MixedPlanned {
     pub mixed: Mixed,
     pub plan: Plan,
     pub simulated: Simulated,
+    /// Until the last backward, as the order alone foresaw it.
+    pub foreseen_seconds: f64,
+    /// By device, the most pieces that it has between forward and backward.
+    pub stashed: Vec<usize>,
     /// By device.
     pub memory: Vec<MemoryForecast>,
 }

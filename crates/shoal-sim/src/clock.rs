@@ -6,26 +6,10 @@ use serde::Serialize;
 use shoal_plan::effects::effects;
 use shoal_plan::events::Events;
 use shoal_plan::memory::Meter;
-use shoal_plan::{Instruction, Lane, Layout, Meetings, Op, Program, ProgramError, Tier};
+use shoal_plan::{Lane, Layout, Meetings, Op, Program, ProgramError, Tier};
 
 use crate::flows::{End, Flows, Resource};
 use crate::world::{Work, World};
-
-/// Lanes on which one instruction at a time runs; the network is not among them.
-const SERIAL_LANES: usize = 5;
-
-/// The lane that an instruction needs free. Updates in other memories have lines of their own instead.
-fn serial(instruction: &Instruction) -> Option<usize> {
-    match instruction.lane {
-        _ if instruction.op.line().is_some() => None,
-        Lane::Compute => Some(0),
-        Lane::CopyIn => Some(1),
-        Lane::CopyOut => Some(2),
-        Lane::Host => Some(3),
-        Lane::Disk => Some(4),
-        Lane::Network => None,
-    }
-}
 
 /// Lines in which updates wait: the host's and the disk's.
 const LINES: usize = 2;
@@ -248,12 +232,12 @@ impl<'a> Course<'a> {
         }
     }
 
-    fn can_start(&self, place: usize, busy: &[bool; SERIAL_LANES]) -> bool {
-        self.awaits[place] == 0 && serial(&self.program.instructions[place]).is_none_or(|lane| !busy[lane])
+    fn can_start(&self, place: usize, busy: &[bool; Lane::SERIAL]) -> bool {
+        self.awaits[place] == 0 && self.program.instructions[place].serial().is_none_or(|lane| !busy[lane])
     }
 
     /// An instruction that can start now, with these lanes of the device busy.
-    fn startable(&mut self, busy: &[bool; SERIAL_LANES]) -> Option<usize> {
+    fn startable(&mut self, busy: &[bool; Lane::SERIAL]) -> Option<usize> {
         while self.has_started.get(self.next).copied().unwrap_or(false) {
             self.next += 1;
         }
@@ -349,7 +333,7 @@ pub(crate) struct Clock<'a> {
     courses: Vec<Course<'a>>,
     /// Programs on each device that are not over, the one that came first first: it has every lane before the others.
     here: Vec<Vec<usize>>,
-    busy: Vec<[bool; SERIAL_LANES]>,
+    busy: Vec<[bool; Lane::SERIAL]>,
     /// Updates in other memories by device, in their order; the first of each line is under way.
     lines: Vec<[VecDeque<(usize, usize)>; LINES]>,
     meetings: &'a Meetings,
@@ -373,7 +357,7 @@ impl<'a> Clock<'a> {
         Clock {
             courses: Vec::new(),
             here: vec![Vec::new(); devices],
-            busy: vec![[false; SERIAL_LANES]; devices],
+            busy: vec![[false; Lane::SERIAL]; devices],
             lines: vec![Default::default(); devices],
             missing: Vec::new(),
             meetings,
@@ -471,7 +455,7 @@ impl<'a> Clock<'a> {
             return;
         }
         course.start(place, self.now);
-        if let Some(lane) = serial(&course.program.instructions[place]) {
+        if let Some(lane) = course.program.instructions[place].serial() {
             self.busy[device][lane] = true;
         }
         match self.meetings.of((course.number, place)) {
@@ -568,7 +552,7 @@ impl<'a> Clock<'a> {
             let instruction = &course.program.instructions[*place];
             let computed = instruction.op.computes_layer() && course.computations_left == 0;
             let listed = course.listed_left == 0 && !course.is_left_behind[*place];
-            let (lane, line) = (serial(instruction), line(&instruction.op));
+            let (lane, line) = (instruction.serial(), line(&instruction.op));
             for (follower, place) in course.followed_by.remove(place).unwrap_or_default() {
                 self.courses[follower].awaits[place] -= 1;
             }

@@ -14,32 +14,16 @@ pub(super) struct Course<'a> {
     place_of: HashMap<u32, usize>,
     is_over: Vec<bool>,
     /// Places on each lane that works one after the other, and how many of them are over.
-    lanes: [(Vec<usize>, usize); SERIAL_LANES],
+    lanes: [(Vec<usize>, usize); Lane::SERIAL],
     /// Bytes.
     pub live: i64,
 }
 
-/// Lanes on which one instruction follows the other; the network is not among them.
-const SERIAL_LANES: usize = 5;
-
-/// The lane on which an instruction follows others. Updates of other memories follow each other alone.
-fn serial(instruction: &Instruction) -> Option<usize> {
-    match instruction.lane {
-        _ if instruction.op.line().is_some() => None,
-        Lane::Compute => Some(0),
-        Lane::CopyIn => Some(1),
-        Lane::CopyOut => Some(2),
-        Lane::Host => Some(3),
-        Lane::Disk => Some(4),
-        Lane::Network => None,
-    }
-}
-
 impl<'a> Course<'a> {
     pub fn new(instructions: &'a [Instruction], phases: &'a [Phase]) -> Course<'a> {
-        let mut lanes: [(Vec<usize>, usize); SERIAL_LANES] = Default::default();
+        let mut lanes: [(Vec<usize>, usize); Lane::SERIAL] = Default::default();
         for (place, instruction) in instructions.iter().enumerate() {
-            if let Some(lane) = serial(instruction).filter(|_| instruction.ahead == 0) {
+            if let Some(lane) = instruction.serial().filter(|_| instruction.ahead == 0) {
                 lanes[lane].0.push(place);
             }
         }
@@ -82,7 +66,7 @@ impl<'a> Course<'a> {
     /// All that stands before a place on its lane is over.
     fn lane_up_to(&mut self, place: usize) {
         let instruction = &self.instructions[place];
-        let Some(lane) = serial(instruction).filter(|_| instruction.ahead == 0) else { return };
+        let Some(lane) = instruction.serial().filter(|_| instruction.ahead == 0) else { return };
         while let Some(next) = self.lanes[lane].0.get(self.lanes[lane].1).filter(|next| **next < place) {
             self.over(*next);
             self.lanes[lane].1 += 1;

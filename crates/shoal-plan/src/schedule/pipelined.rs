@@ -35,7 +35,8 @@ impl Order {
     }
 }
 
-pub(super) fn order(lists: &mut Lists, pace: &dyn Pace) {
+/// Returns when the last unit is done by the pace; what comes after the last backward is not in it.
+pub(super) fn order(lists: &mut Lists, pace: &dyn Pace) -> f64 {
     if lists.purpose != Purpose::Predict {
         lists.load();
     }
@@ -45,7 +46,9 @@ pub(super) fn order(lists: &mut Lists, pace: &dyn Pace) {
     }
     let mut pipeline = Pipeline::new(lists, pace);
     pipeline.run();
+    let foreseen = pipeline.now;
     lists.end();
+    foreseen
 }
 
 /// Consecutive layers of one micro-batch on one device.

@@ -85,6 +85,8 @@ pub(super) struct Wanted<'a> {
     pub activations: &'a [Activations],
     /// By group, bytes that every member keeps free for what it computes.
     pub reserves: &'a [u64],
+    /// Seconds within which a step is of interest.
+    pub within: f64,
 }
 
 pub(super) struct Model<'a> {
@@ -167,7 +169,7 @@ impl<'a> Model<'a> {
         self.kinds.iter().map(speed).collect()
     }
 
-    /// The best cut, if there is one whose state fits.
+    /// The best cut, if there is one whose state fits and that may be of interest.
     pub fn cut(&self, wanted: &Wanted) -> Option<Cut> {
         let line = self.line(wanted)?;
         let (layers, stages) = (line.layers, line.groups.len());
@@ -181,9 +183,11 @@ impl<'a> Model<'a> {
             for start in starts {
                 let ahead = behind.iter().enumerate().skip(start + 1);
                 for (end, after) in ahead.filter_map(|(end, after)| Some((end, (*after)?))) {
-                    // More layers would not fit either.
+                    // More layers would not fit either, nor keep the group busy for less.
                     let Some(found) = line.stage(stage, &(start..end), after) else { break };
-                    if here[start].is_none_or(|best| found.whole() < best.whole()) {
+                    if found.whole() <= wanted.within
+                        && here[start].is_none_or(|best| found.whole() < best.whole())
+                    {
                         (here[start], ends[stage][start]) = (Some(found), end);
                     }
                 }
@@ -298,13 +302,16 @@ impl Line<'_> {
         self.layers..self.model.chain.layers.len()
     }
 
-    /// A group that has these layers, with what is behind it; none where they do not fit.
+    /// A group that has these layers, with what is behind it; none where they do not fit, or keep it busy for too long.
     fn stage(&self, stage: usize, run: &Range<usize>, behind: Behind) -> Option<Behind> {
         let (group, activations) = (&self.groups[stage], self.wanted.activations[stage]);
+        let mut busy = self.busy(group, run, activations);
+        if busy > self.wanted.within {
+            return None;
+        }
         let (parameters, under_way) = self.fitting(stage, run)?;
         let backward = self.slowest(group, |sums| sums.backward(run, activations));
         let reduced = (group.around(ELEMENT_BYTES * parameters) - backward).max(0.0);
-        let mut busy = self.busy(group, run, activations);
         if stage == 0 && self.wanted.returns {
             busy += self.busy(group, &self.head(), Activations::Keep);
         }
@@ -452,8 +459,14 @@ mod tests {
             let lineup: Lineup = fleet.nodes.iter().map(|node| node.devices.clone().collect()).collect();
             let activations = [draw.of(&[Activations::Keep, Activations::Recompute]), Activations::Keep];
             let returns = draw.below(2) == 1;
-            let wanted =
-                Wanted { lineup: &lineup, returns, piece, activations: &activations, reserves: &[0, 0] };
+            let wanted = Wanted {
+                lineup: &lineup,
+                returns,
+                piece,
+                activations: &activations,
+                reserves: &[0, 0],
+                within: f64::INFINITY,
+            };
             let line = model.line(&wanted).unwrap();
             let at = |middle: usize| {
                 let second = line.stage(1, &(middle..line.layers), line.last())?;

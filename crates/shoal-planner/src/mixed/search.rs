@@ -1,18 +1,20 @@
 //! The search: every lineup is cut by the model at every size of pieces, the best are compiled, held to the memory of
 //! their devices and played through, and the best of those improved step by step.
 
+use std::collections::HashSet;
+
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
 use shoal_plan::memory::{MemoryForecast, forecast_in};
 use shoal_plan::one_device::StepShape;
-use shoal_plan::{Activations, DeviceRow, Layout, Order, Purpose, Residence, compile_in};
+use shoal_plan::{Activations, DeviceRow, Layout, Op, Order, Program, Residence};
 use shoal_sim::{FleetWorld, Settings, simulate};
 
 use super::cut::{Cut, Model, Wanted};
 use super::lineup::{FEW_NODES, Lineup, in_turns, lineups};
 use super::table::table;
 use super::{GroupStage, Mixed, MixedPlanned, PlayError};
-use crate::bound::least_seconds;
+use crate::bound::Within;
 use crate::device_rows;
 
 /// Instructions that may be compiled to try out what the model likes best, and to improve the best of that.
@@ -31,6 +33,14 @@ const IN_TURNS_MOST: usize = 16;
 const IN_TURNS_SIZES: usize = 2;
 /// How much longer than the best a pipeline may take by the model to be tried at all.
 const PROMISING: f64 = 1.4;
+/// How much longer than the best so far one may take to be improved: hardly one that takes longer comes to be quicker. What
+/// lacked memory before it was made to fit has more to gain. Small steps are all improved.
+const OVERTAKING: f64 = 1.05;
+const OVERTAKING_SHORT: f64 = 1.3;
+/// How much longer than a plan that is known the best one may take that is not improved yet, and of how many one must do
+/// that before the others are given up.
+const HOPELESS: f64 = 1.1;
+const HOPELESS_TRIED: usize = 3;
 /// How often a pipeline is changed because its forecast was too high.
 const CORRECTIONS: usize = 8;
 /// Pieces on the way for each device of the groups behind: one that it computes, one that waits for it.
@@ -39,21 +49,25 @@ const UNDER_WAY: usize = 2;
 const ROUNDING_BYTES: f64 = 1024.0;
 /// Sizes of pieces that are looked at.
 const PIECES: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
-/// Steps that are larger with pieces of one sample are looked at with a few sizes of pieces, and tried and improved with
-/// a part of that effort; with no pieces at all that would make them larger still.
+/// Steps that are larger with pieces of one sample are tried and improved with a part of that effort.
+const SMALL_INSTRUCTIONS: usize = 3_000;
+const MEDIUM_PART: usize = 2;
+/// Those are also looked at with a few sizes of pieces only; with no pieces at all that would make them larger still.
 const LARGE_INSTRUCTIONS: usize = 10_000;
-const LARGE_SIZES: usize = 3;
 const LARGE_PART: usize = 3;
+const LARGE_SIZES: usize = 3;
 const LARGEST_INSTRUCTIONS: usize = 25_000;
 
-/// The best pipeline of groups that fits; none where no such pipeline does.
+/// The best pipeline of groups that fits; none where no such pipeline does, or all take much longer than a plan that is
+/// known already, of so many seconds a step.
 pub fn plan(
     chain: &Chain,
     step: StepShape,
     fleet: &Fleet,
     costs: &Costs,
+    known_seconds: f64,
 ) -> Result<Option<MixedPlanned>, PlayError> {
-    search(chain, step, fleet, costs, false)
+    search(chain, step, fleet, costs, false, known_seconds)
 }
 
 /// The same search where every group is one device: a plain pipeline of one replica, beside which mixtures can be held. A
@@ -63,8 +77,9 @@ pub fn plan_singles(
     step: StepShape,
     fleet: &Fleet,
     costs: &Costs,
+    known_seconds: f64,
 ) -> Result<Option<MixedPlanned>, PlayError> {
-    search(chain, step, fleet, costs, true)
+    search(chain, step, fleet, costs, true, known_seconds)
 }
 
 fn search(
@@ -73,6 +88,7 @@ fn search(
     fleet: &Fleet,
     costs: &Costs,
     singles: bool,
+    known_seconds: f64,
 ) -> Result<Option<MixedPlanned>, PlayError> {
     // Batch statistics take samples together that pieces would part.
     let normed = (0..chain.layers.len()).any(|layer| chain.batch_norm(layer).is_some());
@@ -83,13 +99,28 @@ fn search(
     let pieces = sizes(chain, step.global_batch);
     let model = Model::new(chain, step, fleet, costs, &devices, &pieces);
     let search = Search { model: &model, devices: &devices, singles };
-    let (once, again) = search.candidates(&pieces);
-    let mut tried = search.try_best(once, if singles { POLISHED_SINGLES_MOST } else { POLISHED_MOST })?;
+    let most = if singles { POLISHED_SINGLES_MOST } else { POLISHED_MOST };
+    let once = search.once(&pieces, PROMISING);
+    let again = search.again(&once, &pieces);
+    let mut tried = search.try_best(once, most, known_seconds)?;
+    if tried.is_empty() && known_seconds == f64::INFINITY {
+        // None of the promising fits.
+        tried = search.try_best(search.once(&pieces, f64::INFINITY), most, known_seconds)?;
+    }
     let share = search.effort(POLISHED_INSTRUCTIONS) / tried.len().max(1);
-    tried.extend(search.try_best(again, POLISHED_AGAIN_MOST)?);
-    let mut best: Option<MixedPlanned> = None;
-    for planned in tried {
+    let least = tried.iter().map(Tried::seconds).fold(known_seconds, f64::min);
+    tried.extend(search.try_best(again, POLISHED_AGAIN_MOST, least)?);
+    tried.sort_by(|a, b| a.seconds().total_cmp(&b.seconds()));
+    if tried.first().is_none_or(|first| first.seconds() >= HOPELESS * known_seconds) {
+        return Ok(None);
+    }
+    let (mut best, mut least): (Option<MixedPlanned>, f64) = (None, known_seconds);
+    for Tried { planned, was_short } in tried {
+        if best.is_some() && planned.simulated.seconds >= search.overtaking(was_short) * least {
+            continue;
+        }
         let polished = search.polish(planned, share)?;
+        least = least.min(polished.simulated.seconds);
         if best.as_ref().is_none_or(|best| polished.simulated.seconds < best.simulated.seconds) {
             best = Some(polished);
         }
@@ -98,10 +129,10 @@ fn search(
 }
 
 /// Places of the best of different lineups, of those that are sorted by their time.
-fn chosen(tried: &[MixedPlanned], most: usize) -> Vec<usize> {
+fn chosen(tried: &[Tried], most: usize) -> Vec<usize> {
     let mut known: Vec<Vec<&[usize]>> = Vec::new();
     let mut places = Vec::new();
-    for (place, planned) in tried.iter().enumerate() {
+    for (place, Tried { planned, .. }) in tried.iter().enumerate() {
         let lineup: Vec<&[usize]> = planned.mixed.stages.iter().map(|stage| &stage.devices[..]).collect();
         if places.len() < most && !known.contains(&lineup) {
             known.push(lineup);
@@ -109,6 +140,24 @@ fn chosen(tried: &[MixedPlanned], most: usize) -> Vec<usize> {
         }
     }
     places
+}
+
+/// By device, the most pieces that it has between forward and backward.
+fn stashed(mixed: &Mixed, programs: &[Program]) -> Vec<usize> {
+    let begins: HashSet<usize> = mixed.stages.iter().map(|stage| stage.layers.start).collect();
+    let most = |program: &Program| {
+        let (mut now, mut most) = (0usize, 0);
+        for instruction in &program.instructions {
+            match instruction.op {
+                Op::Forward { layer, .. } if begins.contains(&layer) => now += 1,
+                Op::Backward { layer, .. } if begins.contains(&layer) => now -= 1,
+                _ => {}
+            }
+            most = now.max(most);
+        }
+        most
+    };
+    programs.iter().map(most).collect()
 }
 
 /// Sizes of pieces worth a look.
@@ -151,6 +200,19 @@ enum Outcome {
     Slow,
 }
 
+/// One that fits, played through.
+struct Tried {
+    planned: MixedPlanned,
+    /// Whether it lacked memory before it was made to fit.
+    was_short: bool,
+}
+
+impl Tried {
+    fn seconds(&self) -> f64 {
+        self.planned.simulated.seconds
+    }
+}
+
 struct Search<'a> {
     model: &'a Model<'a>,
     devices: &'a [DeviceRow],
@@ -159,10 +221,25 @@ struct Search<'a> {
 }
 
 impl Search<'_> {
+    /// How much longer than the best one may take to be improved.
+    fn overtaking(&self, was_short: bool) -> f64 {
+        let Model { chain, step, .. } = self.model;
+        match instructions(chain, step.global_batch, 1) {
+            ..=SMALL_INSTRUCTIONS => f64::INFINITY,
+            _ if was_short => OVERTAKING_SHORT,
+            _ => OVERTAKING,
+        }
+    }
+
     /// What may be spent of so many instructions.
     fn effort(&self, instructions: usize) -> usize {
-        let large = is_large(self.model.chain, self.model.step.global_batch);
-        if large { instructions / LARGE_PART } else { instructions }
+        let Model { chain, step, .. } = self.model;
+        let size = self::instructions(chain, step.global_batch, 1);
+        match () {
+            () if size <= SMALL_INSTRUCTIONS => instructions,
+            () if size <= LARGE_INSTRUCTIONS => instructions / MEDIUM_PART,
+            () => instructions / LARGE_PART,
+        }
     }
 
     fn instructions(&self, mixed: &Mixed) -> usize {
@@ -170,19 +247,19 @@ impl Search<'_> {
         instructions(self.model.chain, self.model.step.global_batch, piece)
     }
 
-    /// All in question whose groups have one stage each, and those made of the best of them whose groups have several; the
-    /// best by the model first.
-    fn candidates(&self, pieces: &[usize]) -> (Vec<Candidate>, Vec<Candidate>) {
-        let cut = |lineups: &[Lineup], pieces: &[usize]| -> Vec<Candidate> {
-            let mut found: Vec<Candidate> =
-                lineups.iter().flat_map(|lineup| self.cuts(lineup, pieces)).collect();
-            found.sort_by(|a, b| a.cut.seconds.total_cmp(&b.cut.seconds));
-            found
-        };
-        let fleet = self.model.fleet;
-        let once = cut(&lineups(fleet, &self.model.speeds()), pieces);
+    /// All whose groups have one stage each and that take no longer by the model than so many times the best of them,
+    /// which comes first.
+    fn once(&self, pieces: &[usize], promising: f64) -> Vec<Candidate> {
+        let lineups = lineups(self.model.fleet, &self.model.speeds());
+        self.candidates(&lineups, pieces, promising, f64::INFINITY)
+    }
+
+    /// Those made of the best of them whose groups have several stages.
+    fn again(&self, once: &[Candidate], pieces: &[usize]) -> Vec<Candidate> {
+        let few = self.model.fleet.nodes.len() <= FEW_NODES;
+        let Some(first) = once.first().filter(|_| few) else { return Vec::new() };
         let mut best: Vec<&Lineup> = Vec::new();
-        for Candidate { lineup, .. } in &once {
+        for Candidate { lineup, .. } in once {
             if best.len() < IN_TURNS_MOST && !best.contains(&lineup) {
                 best.push(lineup);
             }
@@ -190,43 +267,68 @@ impl Search<'_> {
         let turns: Vec<Lineup> = best.into_iter().flat_map(in_turns).collect();
         // Many pieces are what keeps groups busy between their turns.
         let small = &pieces[..pieces.len().min(IN_TURNS_SIZES)];
-        let again = if fleet.nodes.len() <= FEW_NODES { cut(&turns, small) } else { Vec::new() };
-        (once, again)
+        self.candidates(&turns, small, PROMISING, first.cut.seconds)
     }
 
-    /// A lineup's cuts, where it is of the kind that is looked for.
-    fn cuts(&self, lineup: &Lineup, pieces: &[usize]) -> Vec<Candidate> {
+    /// Cuts of lineups that take no longer than so many times the best, or than so many times `least` seconds.
+    fn candidates(
+        &self,
+        lineups: &[Lineup],
+        pieces: &[usize],
+        promising: f64,
+        mut least: f64,
+    ) -> Vec<Candidate> {
         let mut found = Vec::new();
+        for lineup in lineups {
+            let reserves = &vec![0; lineup.len()];
+            for (returns, ways, piece) in self.uses(lineup, pieces) {
+                let within = promising * least;
+                let wanted = Wanted { lineup, returns, piece, activations: &ways, reserves, within };
+                if let Some(cut) = self.model.cut(&wanted) {
+                    least = least.min(cut.seconds);
+                    found.push(Candidate { lineup: lineup.clone(), returns, piece, ways, cut });
+                }
+            }
+        }
+        found.retain(|candidate: &Candidate| candidate.cut.seconds <= promising * least);
+        found.sort_by(|a, b| a.cut.seconds.total_cmp(&b.cut.seconds));
+        found
+    }
+
+    /// How a lineup may be used, where it is of the kind that is looked for: whether the last layer returns to its first
+    /// group, what becomes of each group's activations, and the size of pieces.
+    fn uses(&self, lineup: &Lineup, pieces: &[usize]) -> Vec<(bool, Vec<Activations>, usize)> {
+        let single = lineup.iter().all(|group| group.len() == 1);
+        let returns = [false, true].into_iter().filter(|returns| (single && !returns) == self.singles);
         // What is last has one piece on the way, and room for it.
         let mut lean = vec![Activations::Recompute; lineup.len()];
         lean[lineup.len() - 1] = Activations::Keep;
-        for returns in [false, true] {
-            let single = lineup.iter().all(|group| group.len() == 1) && !returns;
-            if single != self.singles {
-                continue;
-            }
-            for ways in [vec![Activations::Keep; lineup.len()], lean.clone()] {
-                for piece in pieces.iter().copied() {
-                    let reserves = &vec![0; lineup.len()];
-                    let wanted = Wanted { lineup, returns, piece, activations: &ways, reserves };
-                    if let Some(cut) = self.model.cut(&wanted) {
-                        let (lineup, ways) = (lineup.clone(), ways.clone());
-                        found.push(Candidate { lineup, returns, piece, ways, cut });
-                    }
-                }
+        let ways = [vec![Activations::Keep; lineup.len()], lean];
+        let mut found = Vec::new();
+        for returns in returns {
+            for ways in &ways {
+                found.extend(pieces.iter().map(|piece| (returns, ways.clone(), *piece)));
             }
         }
         found
     }
 
-    /// The best candidates that fit, played through: the quickest of so many lineups, first of all the quickest.
-    fn try_best(&self, candidates: Vec<Candidate>, most: usize) -> Result<Vec<MixedPlanned>, PlayError> {
-        let mut tried: Vec<MixedPlanned> = Vec::new();
-        let Some(least) = candidates.first().map(|first| first.cut.seconds) else { return Ok(tried) };
-        let (mut spent, mut count) = (0, 0);
+    /// The best candidates that fit, played through: the quickest of so many lineups, first of all the quickest, without
+    /// those that are hopeless beside a plan that is known already, of so many seconds a step.
+    fn try_best(
+        &self,
+        candidates: Vec<Candidate>,
+        most: usize,
+        known_seconds: f64,
+    ) -> Result<Vec<Tried>, PlayError> {
+        let mut tried: Vec<Tried> = Vec::new();
+        let Some(promised) = candidates.first().map(|first| first.cut.seconds) else { return Ok(tried) };
+        let (mut spent, mut count, mut has_room) = (0, 0, false);
         for candidate in candidates {
-            let enough = !tried.is_empty()
-                && (candidate.cut.seconds > PROMISING * least
+            let hopeless = tried.is_empty() && known_seconds.is_finite() && count >= HOPELESS_TRIED;
+            let enough = has_room
+                && (hopeless
+                    || candidate.cut.seconds > PROMISING * promised
                     || count >= TRIED_LEAST && spent > self.effort(TRIED_INSTRUCTIONS)
                     || count >= TRIED_MOST);
             if enough {
@@ -237,11 +339,17 @@ impl Search<'_> {
             // Who takes longer than the last of those will not be among them.
             let places = chosen(&tried, most);
             let last = places.last().filter(|_| places.len() == most);
-            let within = last.map(|place| tried[*place].simulated.seconds);
-            if let Some(planned) = self.fitted(candidate, within)? {
-                let place =
-                    tried.partition_point(|other| other.simulated.seconds <= planned.simulated.seconds);
-                tried.insert(place, planned);
+            let last = last.map_or(f64::INFINITY, |place| tried[*place].seconds());
+            let least = tried.first().map_or(known_seconds, |first| first.seconds().min(known_seconds));
+            let within = |was_short| Within::seconds(last.min(self.overtaking(was_short) * least));
+            match self.fitted(candidate, within(false), within(true))? {
+                (Outcome::Fits(planned), was_short) => {
+                    let one = Tried { planned: *planned, was_short };
+                    tried.insert(tried.partition_point(|other| other.seconds() <= one.seconds()), one);
+                    has_room = true;
+                }
+                (Outcome::Slow, _) => has_room = true,
+                (Outcome::Short(_), _) => {}
             }
         }
         let places = chosen(&tried, most);
@@ -251,13 +359,18 @@ impl Search<'_> {
     }
 
     /// A candidate, made to fit: groups that lack memory have fewer pieces on the way, then keep less of their
-    /// activations, then have fewer layers.
-    fn fitted(&self, candidate: Candidate, within: Option<f64>) -> Result<Option<MixedPlanned>, PlayError> {
+    /// activations, then have fewer layers. Also whether any had to; from then on other times are of interest.
+    fn fitted(
+        &self,
+        candidate: Candidate,
+        within: Within,
+        within_if_short: Within,
+    ) -> Result<(Outcome, bool), PlayError> {
         let Candidate { lineup, returns, piece, mut ways, mut cut } = candidate;
         let ample: Vec<usize> =
             (0..lineup.len()).map(|group| self.ample(&lineup, group, returns, piece)).collect();
         let mut stashes = ample.clone();
-        let mut reserves = vec![0; lineup.len()];
+        let (mut reserves, mut short) = (vec![0; lineup.len()], Vec::new());
         for _ in 0..CORRECTIONS {
             let stages = cut.layers.iter().enumerate().map(|(stage, layers)| {
                 // Past the lineup's end comes the first group again.
@@ -272,11 +385,11 @@ impl Search<'_> {
                 }
             });
             let stages: Vec<GroupStage> = stages.collect();
-            let short = match self.play(Mixed { stages, order: Order::OneForwardOneBackward }, within)? {
-                Outcome::Fits(planned) => return Ok(Some(*planned)),
-                Outcome::Short(short) => short,
-                Outcome::Slow => return Ok(None),
-            };
+            let within = if short.is_empty() { within } else { within_if_short };
+            match self.play(Mixed { stages, order: Order::OneForwardOneBackward }, within)? {
+                Outcome::Short(lacking) => short = lacking,
+                outcome => return Ok((outcome, !short.is_empty())),
+            }
             for (group, devices) in lineup.iter().enumerate() {
                 let lacks = devices.iter().map(|device| short[*device]).max().unwrap_or(0);
                 let stash = &mut stashes[group];
@@ -291,13 +404,20 @@ impl Search<'_> {
                     reserves[group] += lacks;
                 }
             }
-            let wanted = Wanted { lineup: &lineup, returns, piece, activations: &ways, reserves: &reserves };
+            let wanted = Wanted {
+                lineup: &lineup,
+                returns,
+                piece,
+                activations: &ways,
+                reserves: &reserves,
+                within: f64::INFINITY,
+            };
             match self.model.cut(&wanted) {
                 Some(again) => cut = again,
-                None => return Ok(None),
+                None => break,
             }
         }
-        Ok(None)
+        Ok((Outcome::Short(short), true))
     }
 
     /// Pieces that each member of a group must have between forward and backward so that none behind it waits; where
@@ -312,7 +432,7 @@ impl Search<'_> {
 
     /// Compiles a pipeline, divides its state by the rooms that are left, and plays it through if it fits and may be
     /// quicker than so many seconds.
-    fn play(&self, mixed: Mixed, within: Option<f64>) -> Result<Outcome, PlayError> {
+    fn play(&self, mixed: Mixed, within: Within) -> Result<Outcome, PlayError> {
         let Model { chain, step, fleet, costs, .. } = *self.model;
         let mut rooms: Vec<f64> = self.devices.iter().map(|row| row.budget_bytes as f64).collect();
         let mut is_level = false;
@@ -320,10 +440,9 @@ impl Search<'_> {
             let plan = table(chain, step, costs, self.devices.to_vec(), &mixed, &rooms);
             let layout = Layout::new(&plan, chain);
             let world = FleetWorld::new(fleet, costs, &layout);
-            if within.is_some_and(|within| least_seconds(&layout, &world) >= within) {
-                return Ok(Outcome::Slow);
-            }
-            let programs = compile_in(&layout, Purpose::Train, &world)?;
+            let Some(ordered) = within.order(&layout, &world)? else { return Ok(Outcome::Slow) };
+            let foreseen_seconds = ordered.foreseen_seconds;
+            let programs = ordered.link();
             let memory: Vec<MemoryForecast> =
                 programs.iter().map(|program| forecast_in(program, &layout)).collect();
             let short: Vec<u64> = memory
@@ -333,11 +452,12 @@ impl Search<'_> {
                 .collect();
             if short.iter().all(|bytes| *bytes == 0) {
                 let simulated = simulate(&programs, &layout, &world, Settings::default())?;
-                if within.is_some_and(|within| simulated.seconds >= within) {
+                if simulated.seconds >= within.seconds {
                     return Ok(Outcome::Slow);
                 }
                 drop(layout);
-                let planned = MixedPlanned { mixed, plan, simulated, memory };
+                let stashed = stashed(&mixed, &programs);
+                let planned = MixedPlanned { mixed, plan, simulated, foreseen_seconds, stashed, memory };
                 return Ok(Outcome::Fits(Box::new(planned)));
             }
             if is_level {
@@ -362,7 +482,7 @@ impl Search<'_> {
         // The place of the next neighbour, and how many in a row were no better.
         let (mut next, mut idle) = (0, 0);
         loop {
-            let mut neighbours = self.neighbours(&planned.mixed);
+            let mut neighbours = self.neighbours(&planned);
             if idle >= neighbours.len() {
                 return Ok(planned);
             }
@@ -370,7 +490,8 @@ impl Search<'_> {
             let work = self.instructions(&neighbour);
             let Some(rest) = left.checked_sub(work) else { return Ok(planned) };
             left = rest;
-            match self.play(neighbour, Some(planned.simulated.seconds * (1.0 - 1e-9)))? {
+            let within = Within::quicker(planned.simulated.seconds, planned.foreseen_seconds);
+            match self.play(neighbour, within)? {
                 // What helped once may help again.
                 Outcome::Fits(other) => (planned, idle) = (*other, 0),
                 Outcome::Short(_) | Outcome::Slow => (next, idle) = (next + 1, idle + 1),
@@ -378,8 +499,9 @@ impl Search<'_> {
         }
     }
 
-    /// Pipelines that differ in one cut, one stage's activations, copies or pieces, or the order.
-    fn neighbours(&self, mixed: &Mixed) -> Vec<Mixed> {
+    /// Pipelines that differ in one cut, one stage's activations, copies or pieces, what it stashes, or the order.
+    fn neighbours(&self, planned: &MixedPlanned) -> Vec<Mixed> {
+        let mixed = &planned.mixed;
         let mut found = Vec::new();
         let mut with = |change: &dyn Fn(&mut Mixed)| {
             let mut other = mixed.clone();
@@ -430,7 +552,17 @@ impl Search<'_> {
         }
         for (place, stage) in mixed.stages.iter().enumerate() {
             let Some(stash) = stage.stash else { continue };
-            for other in [2 * stash, stash + 1, stash - 1].into_iter().filter(|other| *other > 0) {
+            // A device with several stages stashes as the first says.
+            let had =
+                |device: &usize| mixed.stages[..place].iter().any(|other| other.devices.contains(device));
+            if stage.devices.iter().any(had) {
+                continue;
+            }
+            let most = stage.devices.iter().map(|device| planned.stashed[*device]).max().unwrap_or(0);
+            // A cap that is not reached changes nothing.
+            let matters =
+                |other: &usize| if *other > stash { most >= stash } else { (1..most).contains(other) };
+            for other in [2 * stash, stash + 1, stash - 1].into_iter().filter(matters) {
                 with(&|mixed| mixed.stages[place].stash = Some(other));
             }
         }

@@ -12,6 +12,7 @@ use super::outcome::PipelineError;
 use super::polish::POLISHED_INSTRUCTIONS;
 use super::search::Search;
 use super::{Pipeline, Replica, Stage};
+use crate::bound::Within;
 
 impl Search<'_> {
     /// A plan with its ends on one device, where they share something that they would have to exchange, and it fits: if it
@@ -25,7 +26,9 @@ impl Search<'_> {
         let Some(replicas) = replicas.collect::<Option<Vec<Replica>>>() else { return Ok(None) };
         let pipeline = Pipeline { replicas, ..confirmed.pipeline.clone() };
         let within = if self.can_polish(&pipeline, POLISHED_INSTRUCTIONS) { f64::INFINITY } else { least };
-        let Some(tried) = self.bench.step_within(&pipeline, within)? else { return Ok(None) };
+        let Some(tried) = self.bench.step_within(&pipeline, Within::seconds(within))? else {
+            return Ok(None);
+        };
         let fits = self.bench.short(&tried).is_empty();
         let Confirmed { estimated_seconds, kind, .. } = *confirmed;
         Ok(fits.then_some(Confirmed { estimated_seconds, kind, pipeline, tried }))

@@ -9,7 +9,8 @@ use super::candidate::Confirmed;
 use super::outcome::PipelineError;
 use super::search::Search;
 use super::trial::Tried;
-use super::{Pipeline, Replica};
+use super::{Pipeline, Replica, Stage};
+use crate::bound::Within;
 use crate::parallel;
 
 /// Instructions that may be played through to make a good plan better, step by step.
@@ -49,14 +50,22 @@ impl Search<'_> {
                 }
                 None => false,
             });
-            let least = confirmed.tried.seconds * (1.0 - 1e-9);
-            neighbours.retain(|neighbour| known.get(neighbour).is_none_or(|seconds| *seconds < least));
-            let others = parallel::map(&neighbours, |neighbour| self.bench.step_within(neighbour, least));
+            let within = Within::quicker(confirmed.tried.seconds, confirmed.tried.foreseen_seconds);
+            let least = within.seconds;
+            let mut canonical: Vec<Pipeline> = Vec::new();
+            neighbours.retain(|neighbour| {
+                let look = self.canonical(neighbour);
+                let is_new =
+                    known.get(&look).is_none_or(|seconds| *seconds < least) && !canonical.contains(&look);
+                canonical.extend(Some(look).filter(|_| is_new));
+                is_new
+            });
+            let others = parallel::map(&neighbours, |neighbour| self.bench.step_within(neighbour, within));
             let mut better: Option<(usize, Tried)> = None;
-            for (number, other) in others.into_iter().enumerate() {
+            for (number, (other, look)) in others.into_iter().zip(canonical).enumerate() {
                 let other = other?.filter(|other| self.bench.short(other).is_empty());
                 let seconds = other.as_ref().map_or(least, |other| other.seconds);
-                known.insert(neighbours[number].clone(), seconds);
+                known.insert(look, seconds);
                 let Some(other) = other else { continue };
                 if better.as_ref().is_none_or(|(_, best)| other.seconds < best.seconds) {
                     better = Some((number, other));
@@ -70,6 +79,42 @@ impl Search<'_> {
             }
         }
         Ok(())
+    }
+
+    /// What stands for a plan and for those that take as long because they differ only in which of a node's equal devices
+    /// has what, or which of the replicas on such devices.
+    fn canonical(&self, pipeline: &Pipeline) -> Pipeline {
+        let mut replicas: Vec<Replica> =
+            pipeline.replicas.iter().map(|one| self.canonical_replica(one)).collect();
+        replicas.sort_by_cached_key(|replica| {
+            let stages = replica.stages.iter();
+            let stages = stages
+                .map(|stage| (stage.device, stage.layers.start, stage.activations as usize, stage.stash));
+            (replica.samples.end, replica.micro_batch, stages.collect::<Vec<_>>())
+        });
+        Pipeline { replicas, ..*pipeline }
+    }
+
+    /// The same of one replica: its devices are the first of those that are like them.
+    fn canonical_replica(&self, replica: &Replica) -> Replica {
+        let fleet = self.bench.fleet;
+        let mut seen: Vec<(usize, usize)> = Vec::new();
+        let stages = replica.stages.iter().map(|stage| {
+            let alike = |other: usize| {
+                self.classes.of[other] == self.classes.of[stage.device]
+                    && fleet.same_node(other, stage.device)
+            };
+            let known = seen.iter().find(|(device, _)| *device == stage.device).map(|(_, first)| *first);
+            let device = known.unwrap_or_else(|| {
+                let before = seen.iter().filter(|(device, _)| alike(*device)).count();
+                let first = (0..fleet.devices.len()).filter(|other| alike(*other)).nth(before);
+                seen.push((stage.device, first.unwrap_or(stage.device)));
+                first.unwrap_or(stage.device)
+            });
+            Stage { device, ..stage.clone() }
+        });
+        let stages = stages.collect();
+        Replica { samples: 0..replica.samples.len(), stages, ..*replica }
     }
 
     /// Plans that differ in one cut, one size, some samples, or one stage's activations.

@@ -30,6 +30,9 @@ const VARIED: usize = 8;
 /// How much longer than the best a candidate may take by the model to be tried at all.
 const PROMISING: f64 = 1.3;
 
+/// How much longer than the best so far a step may take to be improved: hardly one that takes longer comes to be quicker.
+const OVERTAKING: f64 = 1.15;
+
 struct Effort {
     least: usize,
     most: usize,
@@ -222,7 +225,9 @@ impl<'a> Search<'a> {
         });
         let mut variants = Vec::new();
         for (rank, candidate) in kinds.into_iter().enumerate() {
-            let orders = if rank < varied { self.orders() } else { vec![self.orders()[0]] };
+            // Without stages behind each other all orders are the same.
+            let is_ordered = candidate.rows.iter().any(|row| row.devices.len() > 1);
+            let orders = if rank < varied && is_ordered { self.orders() } else { vec![self.orders()[0]] };
             for order in orders {
                 for state in states.iter().copied() {
                     // One replica has all of it wherever it is.
@@ -458,9 +463,13 @@ impl<'a> Search<'a> {
                 best.extend(looped?);
             }
         }
-        let mut known = HashMap::new();
+        best.sort_by(by_time);
+        let (mut known, mut least) = (HashMap::new(), f64::INFINITY);
         for best in &mut best {
-            self.polish(best, &mut known)?;
+            if best.tried.seconds < OVERTAKING * least {
+                self.polish(best, &mut known)?;
+                least = least.min(best.tried.seconds);
+            }
         }
         confirmed.extend(best);
         confirmed.sort_by(by_time);

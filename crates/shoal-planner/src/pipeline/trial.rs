@@ -14,7 +14,7 @@ use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 use super::outcome::PipelineError;
 use super::shares::Pace;
 use super::{Pipeline, Replica, State, table};
-use crate::bound::least_seconds;
+use crate::bound::Within;
 
 /// Micro-batches a device of depth, and a few more, after which every further one takes the same.
 const SETTLED: usize = 3;
@@ -34,6 +34,8 @@ pub(super) struct Bench<'a> {
 pub(super) struct Tried {
     pub plan: Plan,
     pub seconds: f64,
+    /// Until the last backward, as the order foresaw it.
+    pub foreseen_seconds: f64,
     /// Until the last backward.
     pub pipeline_seconds: f64,
     pub devices: Vec<DeviceTime>,
@@ -55,27 +57,26 @@ impl Bench<'_> {
 
     /// The whole step.
     pub fn step(&self, pipeline: &Pipeline) -> Result<Tried, PipelineError> {
-        let tried = self.step_within(pipeline, f64::INFINITY)?;
+        let tried = self.step_within(pipeline, Within::any())?;
         Ok(tried.expect("no step takes forever"))
     }
 
-    /// The same, if it takes less than this: memory is looked at only then.
-    pub fn step_within(&self, pipeline: &Pipeline, seconds: f64) -> Result<Option<Tried>, PipelineError> {
+    /// The same, if it is of interest: memory is looked at only then.
+    pub fn step_within(&self, pipeline: &Pipeline, within: Within) -> Result<Option<Tried>, PipelineError> {
         let plan = self.plan(pipeline);
         let layout = Layout::new(&plan, self.chain);
         let world = FleetWorld::new(self.fleet, self.costs, &layout);
-        if seconds.is_finite() && least_seconds(&layout, &world) >= seconds {
-            return Ok(None);
-        }
-        let programs = compile_in(&layout, Purpose::Train, &world)?;
+        let Some(ordered) = within.order(&layout, &world)? else { return Ok(None) };
+        let foreseen_seconds = ordered.foreseen_seconds;
+        let programs = ordered.link();
         let simulated = simulate(&programs, &layout, &world, Settings::default())?;
-        if simulated.seconds >= seconds {
+        if simulated.seconds >= within.seconds {
             return Ok(None);
         }
         let memory = programs.iter().map(|program| forecast_in(program, &layout)).collect();
         let pipeline_seconds = last_backward(&programs, &simulated);
         let Simulated { seconds, devices, .. } = simulated;
-        Ok(Some(Tried { seconds, pipeline_seconds, devices, memory, plan }))
+        Ok(Some(Tried { seconds, foreseen_seconds, pipeline_seconds, devices, memory, plan }))
     }
 
     /// Whether a step fits, without playing it through.

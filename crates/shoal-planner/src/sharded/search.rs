@@ -66,7 +66,7 @@ impl<'a> Search<'a> {
     pub fn best_with(&self, corrections: &[f64], exhaustive: usize) -> Result<Decision, ShardedError> {
         let mut trials: Vec<(f64, Trial)> = Vec::new();
         let mut least = f64::INFINITY;
-        for used in self.candidates() {
+        for used in self.candidates(corrections) {
             for spills in [false, true] {
                 let mut trial = Trial::new(self, &used, spills, corrections);
                 // What a set costs is known only when its movements are: of a few devices none is passed over before.
@@ -97,13 +97,14 @@ impl<'a> Search<'a> {
     }
 
     /// Sets of devices worth trying: all of them, those behind networks of some speed, single nodes, single devices; of
-    /// a few devices, every set.
-    fn candidates(&self) -> Vec<Vec<bool>> {
+    /// a few devices, every set, those that differ in no more than which of a node's equal devices they have once.
+    fn candidates(&self, corrections: &[f64]) -> Vec<Vec<bool>> {
         let fleet = self.request.fleet;
         let count = fleet.devices.len();
         if self.has_few_devices() {
             let set = |bits: usize| (0..count).map(|device| bits >> device & 1 == 1).collect();
-            return (1..1 << count).rev().map(set).collect();
+            let sets = (1..1 << count).rev().map(set);
+            return sets.filter(|used: &Vec<bool>| self.has_first(used, corrections)).collect();
         }
         let mut candidates = vec![vec![true; count]];
         let rate = |node: usize| fleet.nodes[node].network.bytes_per_second;
@@ -127,6 +128,20 @@ impl<'a> Search<'a> {
             }
         }
         candidates
+    }
+
+    /// Whether a set has the first of its nodes' equal devices: a node's first serves its host, so none is better.
+    fn has_first(&self, used: &[bool], corrections: &[f64]) -> bool {
+        let Request { fleet, devices: rows, .. } = self.request;
+        let alike = |one: usize, other: usize| {
+            let (a, b) = (&fleet.devices[one], &fleet.devices[other]);
+            (a.node, &a.kind, &a.host_link) == (b.node, &b.kind, &b.host_link)
+                && rows[one].budget_bytes == rows[other].budget_bytes
+                && rows[one].workspace_bytes == rows[other].workspace_bytes
+                && corrections[one] == corrections[other]
+        };
+        let passed_over = |later: usize| (0..later).any(|device| !used[device] && alike(device, later));
+        !(0..used.len()).any(|later| used[later] && passed_over(later))
     }
 
     /// What is short where nothing fits: the state everywhere, and the samples divided evenly, each device in the way that

@@ -217,17 +217,21 @@ impl<'a> Trial<'a> {
     /// better as a whole may lie behind one that is worse. Several of the next best are followed side by side.
     pub fn look_farther(&mut self) {
         let Some(best) = self.best.clone().filter(|_| !self.is_exact) else { return };
-        // By device: its samples, the size of its micro-batches, and what it does with activations.
-        let mut seen: HashSet<Vec<(usize, usize, Option<usize>)>> = HashSet::new();
-        let key = |load: &Load| {
+        // By device, those that are alike in any order: its samples, the size of its micro-batches, and what it does with
+        // activations.
+        let mut seen = HashSet::new();
+        let places: Vec<_> = (0..best.0.len()).map(|device| self.place(device)).collect();
+        let key = |(place, load): (&(usize, Option<usize>), &Load)| {
             let way = load.way.map(|way| (way.micro_batch, way.activations as usize));
-            (load.samples, way.map_or(0, |way| way.0), way.map(|way| way.1))
+            (*place, load.samples, way)
         };
         let mut front = vec![best];
         for _ in 0..BEAM_STEPS_MAX {
             let mut next: Vec<(Vec<Load>, Decision)> = Vec::new();
             for loads in front.iter().flat_map(|(base, _)| self.neighbours(base)) {
-                if !seen.insert(loads.iter().map(key).collect()) {
+                let mut keys: Vec<_> = places.iter().zip(&loads).map(key).collect();
+                keys.sort_unstable();
+                if !seen.insert(keys) {
                     continue;
                 }
                 let Some(shares) = self.shares(&loads) else { continue };
@@ -246,12 +250,12 @@ impl<'a> Trial<'a> {
 
     /// All divisions one step away: samples handed from one device to another.
     fn neighbours(&self, base: &[Load]) -> Vec<Vec<Load>> {
-        let taking_part = || (0..base.len()).filter(|device| self.kind_of[*device].is_some());
         let mut all = Vec::new();
-        for from in taking_part() {
+        for from in self.first_alike(base, None) {
+            let others = self.first_alike(base, Some(from));
             for amount in amounts(base[from].samples) {
                 let rest = self.choices(from, base[from].samples - amount);
-                for to in taking_part().filter(|to| *to != from) {
+                for to in others.iter().copied() {
                     for taken in self.choices(to, base[to].samples + amount) {
                         for left in &rest {
                             let mut loads = base.to_vec();
@@ -263,6 +267,24 @@ impl<'a> Trial<'a> {
             }
         }
         all
+    }
+
+    /// Of devices that take part, are alike and have the same to do, the first; without one of them.
+    fn first_alike(&self, loads: &[Load], but: Option<usize>) -> Vec<usize> {
+        let taking_part = |device: &usize| self.kind_of[*device].is_some() && Some(*device) != but;
+        let mut found: Vec<usize> = Vec::new();
+        for device in (0..loads.len()).filter(taking_part) {
+            let like = |other: &usize| (self.place(*other), loads[*other]);
+            if found.iter().all(|other| like(other) != like(&device)) {
+                found.push(device);
+            }
+        }
+        found
+    }
+
+    /// What tells a device from others: its node and its worker.
+    fn place(&self, device: usize) -> (usize, Option<usize>) {
+        (self.search.request.fleet.devices[device].node, self.kind_of[device])
     }
 
     fn try_ways(&mut self) {

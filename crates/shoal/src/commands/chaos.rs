@@ -53,8 +53,6 @@ pub struct Options {
     worker: Vec<String>,
     #[command(flatten)]
     reach: Reach,
-    #[arg(long)]
-    json: bool,
 }
 
 /// How long a job may take to go on after a fault, beyond the fault itself.
@@ -77,7 +75,7 @@ pub fn run(options: Options) -> Result {
         let wait = options.every * (0.2 + 1.6 * random.share());
         std::thread::sleep(Duration::from_secs_f64(wait));
         let fault = order(&client, &options, job.job, drill, &mut random, &mut watch)?;
-        if !options.json {
+        if !options.reach.json {
             eprintln!("{} {} at step {}", drill.name(), fault.name, fault.step);
         }
         let outcome = watch.until_over(&fault)?;
@@ -85,7 +83,7 @@ pub fn run(options: Options) -> Result {
     }
     let books = Books::read(&client, &watch, &done)?;
     let score = Score { job, seed, twice: score::counted_twice(&watch.signs), books, done };
-    match options.json {
+    match options.reach.json {
         true => println!("{}", score.json()),
         false => print!("{}", score.text()),
     }

@@ -19,9 +19,6 @@ pub struct Options {
     steps: bool,
     #[command(flatten)]
     reach: Reach,
-    /// One line of JSON an event
-    #[arg(long)]
-    json: bool,
 }
 
 pub fn run(options: Options) -> Result {
@@ -32,7 +29,7 @@ pub fn run(options: Options) -> Result {
         for noted in &found.events {
             let record = serde_json::to_value(&noted.record).expect("records are JSON");
             if options.steps || record["job"]["change"].get("committed").is_none() {
-                println!("{}", if options.json { json_line(noted) } else { text(noted, &record) });
+                println!("{}", if options.reach.json { json_line(noted) } else { text(noted, &record) });
             }
         }
         match found.events.last() {

@@ -20,14 +20,11 @@ pub struct Options {
     follow: bool,
     #[command(flatten)]
     reach: Reach,
-    /// One line of JSON a step
-    #[arg(long)]
-    json: bool,
 }
 
 pub fn run(options: Options) -> Result {
     let client = options.reach.client()?;
-    let mut show = |line: &Value| match options.json {
+    let mut show = |line: &Value| match options.reach.json {
         true => println!("{line}"),
         false => println!("{}", text(line)),
     };

@@ -11,14 +11,12 @@ use crate::show::table;
 pub struct Options {
     #[command(flatten)]
     reach: Reach,
-    #[arg(long)]
-    json: bool,
 }
 
 pub fn run(options: Options) -> Result {
     let client = options.reach.client()?;
     let (jobs, workers) = (client.jobs()?, client.workers()?);
-    if options.json {
+    if options.reach.json {
         println!("{}", json!({ "jobs": jobs, "workers": workers }));
         return Ok(());
     }

@@ -13,8 +13,6 @@ pub struct Options {
     job: Option<u64>,
     #[command(flatten)]
     reach: Reach,
-    #[arg(long)]
-    json: bool,
 }
 
 pub fn run(options: Options) -> Result {
@@ -28,7 +26,7 @@ pub fn run(options: Options) -> Result {
         receipts.push(client.receipt(job)?);
     }
     let total = receipt::total(&receipts);
-    if options.json {
+    if options.reach.json {
         println!("{}", json!({ "receipts": receipts, "total": total }));
         return Ok(());
     }

@@ -13,13 +13,11 @@ pub struct Options {
     worker: Option<String>,
     #[command(flatten)]
     reach: Reach,
-    #[arg(long)]
-    json: bool,
 }
 
 pub fn run(options: Options) -> Result {
     let token = options.reach.client()?.token(options.minutes, options.worker)?;
-    match options.json {
+    match options.reach.json {
         true => println!("{}", serde_json::to_string(&token).expect("a token is JSON")),
         false => println!("{}", token.command),
     }

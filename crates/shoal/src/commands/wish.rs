@@ -9,13 +9,11 @@ pub struct Options {
     job: u64,
     #[command(flatten)]
     reach: Reach,
-    #[arg(long)]
-    json: bool,
 }
 
 pub fn run(verb: &str, options: Options) -> Result {
     let view = options.reach.client()?.wish(options.job, verb)?;
-    if options.json {
+    if options.reach.json {
         println!("{}", serde_json::to_string(&view).expect("a job is JSON"));
         return Ok(());
     }

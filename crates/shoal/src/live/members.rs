@@ -323,7 +323,7 @@ mod tests {
     #[test]
     fn machines_with_nearly_as_much_memory_are_alike() {
         assert_eq!(about_bytes(20_100_000_000), about_bytes(20_900_000_000));
-        assert!((0..200).map(|number| 1 << 20 | number * 7_919_999).all(|count| {
+        assert!((0..200).map(|number| (1 << 20) | (number * 7_919_999)).all(|count| {
             let about = about_bytes(count);
             about <= count && 8 * about > 7 * count
         }));

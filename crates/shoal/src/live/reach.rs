@@ -1,4 +1,4 @@
-//! How commands find their controller.
+//! How commands find their controller, and in which form they tell what it says.
 
 use std::path::PathBuf;
 
@@ -13,6 +13,9 @@ pub struct Reach {
     /// The controller's address, where it is another than its access.json says
     #[arg(long, value_name = "URL")]
     pub controller: Option<String>,
+    /// JSON in place of text; a line each where there is one event or step after the other
+    #[arg(long)]
+    pub json: bool,
 }
 
 impl Reach {
