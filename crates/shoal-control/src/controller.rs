@@ -446,8 +446,12 @@ impl Controller {
         let off = is_off.then_some(Off { steps: 1, since_ms: now_ms, is_slower, percent });
         seen.off = off.map(|off| seen.off.map_or(off, |before| before.with(off)));
         let Settings { slow_steps, slow_ms, .. } = self.settings;
-        let is_certain =
-            |off: &Off| off.steps >= slow_steps && now_ms.saturating_sub(off.since_ms) >= slow_ms;
+        let is_certain = |off: &Off| {
+            // Twice what is known is no shared core's doing for a moment.
+            let (percent, is_far) = (u64::from(off.percent), |a: u64, b: u64| a >= 2 * b);
+            let lasts = now_ms.saturating_sub(off.since_ms) >= slow_ms;
+            off.steps >= slow_steps && (lasts || is_far(percent, known) || is_far(known, percent))
+        };
         if let Some(off) = seen.off.filter(is_certain) {
             seen.off = None;
             self.note(now_ms, Record::Paced { worker, percent: off.percent }, work);

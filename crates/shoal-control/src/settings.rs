@@ -30,7 +30,8 @@ pub struct Settings {
     /// A device is slow from this share of its predicted time on, in percent, seen in so many steps one after the other.
     pub slow_percent: u32,
     pub slow_steps: u32,
-    /// And for so long: short steps one after the other are slow together whenever a core is shared for a moment.
+    /// And for so long, unless it takes twice its time: short steps one after the other are slow together whenever a core is
+    /// shared for a moment.
     pub slow_ms: u64,
     /// Expected between two changes of the fleet before any two were seen.
     pub changes_every_ms: u64,

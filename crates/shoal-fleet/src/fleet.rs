@@ -199,13 +199,15 @@ impl Fleet {
                 device.host_link = link.clone();
             }
         }
+        // Workers of one machine are processes: what was measured between two of those holds for any devices.
+        let processes = profile.links.iter().find(|link| link.scope == LinkScope::Process);
         for node in self.nodes.iter_mut().filter(|node| node.device_link.is_none()) {
             let mut kinds = self.devices[node.devices.clone()].iter().map(|device| &device.kind);
             let Some(first) = kinds.next() else { continue };
             // What was measured between two of a kind says nothing of a mixture.
-            if kinds.all(|kind| kind == first) {
-                node.device_link = profile.link(LinkScope::Device, first).cloned();
-            }
+            let of_kind =
+                if kinds.all(|kind| kind == first) { profile.link(LinkScope::Device, first) } else { None };
+            node.device_link = of_kind.or(processes.map(|found| &found.link)).cloned();
         }
     }
 }

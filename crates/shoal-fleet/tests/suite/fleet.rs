@@ -185,6 +185,25 @@ fn measured_links_take_the_place_of_those_that_nothing_was_said_of() {
     assert_eq!(fleet.link(0, 1).bytes_per_second, 7e9);
 }
 
+/// Devices of a machine exchange what processes do, unless something nearer was measured or said.
+#[test]
+fn unequal_devices_of_a_machine_have_the_link_between_processes() {
+    let linked = |said: &str| {
+        let text = format!(
+            "[[node]]\nhost_memory = \"64 GiB\"\n{said}devices = [{{ kind = \"T4\" }}, {{ kind = \"L4\" }}]"
+        );
+        let mut fleet = Fleet::parse(&text, "f.toml").unwrap();
+        let link =
+            |scope, kind: &str, rate| LinkProfile { scope, kind: kind.into(), link: Link::new(rate, 1e-5) };
+        let links = vec![link(LinkScope::Device, "T4", 7e9), link(LinkScope::Process, "TCP, loopback", 4e9)];
+        let devices: Vec<DeviceProfile> = Vec::new();
+        fleet.use_measured_links(&Profile { format: 2, model: "m".into(), sequence: 1, devices, links });
+        fleet.link(0, 1).bytes_per_second
+    };
+    assert_eq!(linked(""), 4e9);
+    assert_eq!(linked("device_link = \"9 GB/s\"\n"), 9e9);
+}
+
 #[test]
 fn the_examples_of_shares_are_fleets() {
     let shares = include_str!("../../../../examples/h200-shares.toml");

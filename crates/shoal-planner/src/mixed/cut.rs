@@ -479,6 +479,10 @@ mod tests {
                     assert_eq!(cut.layers.last().map(|last| last.end), Some(chain.layers.len()));
                     let groups = &cut.layers[..2];
                     assert_eq!(cut.seconds, least + line.ending(groups), "seed {seed}");
+                    // What is not of interest does not change what is.
+                    let within = |within: f64| model.cut(&Wanted { within, ..wanted });
+                    assert_eq!(within(least).map(|cut| cut.layers), Some(cut.layers), "seed {seed}");
+                    assert!(within(0.999 * least).is_none(), "seed {seed}");
                     with += 1;
                 }
                 None => {

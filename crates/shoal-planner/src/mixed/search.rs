@@ -31,8 +31,10 @@ const POLISHED_AGAIN_MOST: usize = 2;
 /// Of lineups that pieces pass once, so many of the best are looked at with several turns too, at so many sizes of pieces.
 const IN_TURNS_MOST: usize = 16;
 const IN_TURNS_SIZES: usize = 2;
-/// How much longer than the best a pipeline may take by the model to be tried at all.
+/// How much longer than the best a pipeline may take by the model to be tried at all, and for its lineup to be looked at with
+/// several turns.
 const PROMISING: f64 = 1.4;
+const PROMISING_IN_TURNS: f64 = 2.0;
 /// How much longer than the best so far one may take to be improved: hardly one that takes longer comes to be quicker. What
 /// lacked memory before it was made to fit has more to gain. Small steps are all improved.
 const OVERTAKING: f64 = 1.05;
@@ -50,7 +52,7 @@ const ROUNDING_BYTES: f64 = 1024.0;
 /// Sizes of pieces that are looked at.
 const PIECES: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 /// Steps that are larger with pieces of one sample are tried and improved with a part of that effort.
-const SMALL_INSTRUCTIONS: usize = 3_000;
+const SMALL_INSTRUCTIONS: usize = 5_000;
 const MEDIUM_PART: usize = 2;
 /// Those are also looked at with a few sizes of pieces only; with no pieces at all that would make them larger still.
 const LARGE_INSTRUCTIONS: usize = 10_000;
@@ -100,7 +102,7 @@ fn search(
     let model = Model::new(chain, step, fleet, costs, &devices, &pieces);
     let search = Search { model: &model, devices: &devices, singles };
     let most = if singles { POLISHED_SINGLES_MOST } else { POLISHED_MOST };
-    let once = search.once(&pieces, PROMISING);
+    let once = search.once(&pieces, PROMISING_IN_TURNS);
     let again = search.again(&once, &pieces);
     let mut tried = search.try_best(once, most, known_seconds)?;
     if tried.is_empty() && known_seconds == f64::INFINITY {
@@ -251,13 +253,14 @@ impl Search<'_> {
     /// which comes first.
     fn once(&self, pieces: &[usize], promising: f64) -> Vec<Candidate> {
         let lineups = lineups(self.model.fleet, &self.model.speeds());
-        self.candidates(&lineups, pieces, promising, f64::INFINITY)
+        self.candidates(&lineups, pieces, promising)
     }
 
     /// Those made of the best of them whose groups have several stages.
     fn again(&self, once: &[Candidate], pieces: &[usize]) -> Vec<Candidate> {
-        let few = self.model.fleet.nodes.len() <= FEW_NODES;
-        let Some(first) = once.first().filter(|_| few) else { return Vec::new() };
+        if self.model.fleet.nodes.len() > FEW_NODES {
+            return Vec::new();
+        }
         let mut best: Vec<&Lineup> = Vec::new();
         for Candidate { lineup, .. } in once {
             if best.len() < IN_TURNS_MOST && !best.contains(&lineup) {
@@ -267,18 +270,12 @@ impl Search<'_> {
         let turns: Vec<Lineup> = best.into_iter().flat_map(in_turns).collect();
         // Many pieces are what keeps groups busy between their turns.
         let small = &pieces[..pieces.len().min(IN_TURNS_SIZES)];
-        self.candidates(&turns, small, PROMISING, first.cut.seconds)
+        self.candidates(&turns, small, PROMISING)
     }
 
-    /// Cuts of lineups that take no longer than so many times the best, or than so many times `least` seconds.
-    fn candidates(
-        &self,
-        lineups: &[Lineup],
-        pieces: &[usize],
-        promising: f64,
-        mut least: f64,
-    ) -> Vec<Candidate> {
-        let mut found = Vec::new();
+    /// Cuts of lineups that take no longer than so many times the best.
+    fn candidates(&self, lineups: &[Lineup], pieces: &[usize], promising: f64) -> Vec<Candidate> {
+        let (mut found, mut least) = (Vec::new(), f64::INFINITY);
         for lineup in lineups {
             let reserves = &vec![0; lineup.len()];
             for (returns, ways, piece) in self.uses(lineup, pieces) {

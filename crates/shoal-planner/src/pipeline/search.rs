@@ -31,7 +31,9 @@ const VARIED: usize = 8;
 const PROMISING: f64 = 1.3;
 
 /// How much longer than the best so far a step may take to be improved: hardly one that takes longer comes to be quicker.
+/// Steps of so few instructions are improved in any case.
 const OVERTAKING: f64 = 1.15;
+const SMALL_INSTRUCTIONS: usize = 1_000;
 
 struct Effort {
     least: usize,
@@ -464,9 +466,10 @@ impl<'a> Search<'a> {
             }
         }
         best.sort_by(by_time);
+        let overtaking = if instructions > SMALL_INSTRUCTIONS { OVERTAKING } else { f64::INFINITY };
         let (mut known, mut least) = (HashMap::new(), f64::INFINITY);
         for best in &mut best {
-            if best.tried.seconds < OVERTAKING * least {
+            if best.tried.seconds < overtaking * least {
                 self.polish(best, &mut known)?;
                 least = least.min(best.tried.seconds);
             }
