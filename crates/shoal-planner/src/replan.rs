@@ -71,11 +71,9 @@ pub fn replan(
 /// The same with just so many mirrors.
 fn surviving(request: &Request, in_force: Option<InForce>) -> Result<Replanned, AutoError> {
     let fleet = request.fleet;
-    let seated = |plan| {
-        Ok(match &in_force {
-            Some(in_force) => seats::seated(plan, fleet, in_force),
-            None => plan,
-        })
+    let seated = |plan| match &in_force {
+        Some(in_force) => seats::seated(plan, fleet, in_force),
+        None => (plan, None),
     };
     let (mut options, mut tried) = (Vec::new(), Vec::new());
     for (shape, found) in auto::candidates(request, AS_GOOD, &seated)? {
@@ -106,7 +104,7 @@ pub fn replan_as(
     let places: Vec<usize> = (0..fleet.devices.len()).collect();
     let plan = seats::moved(known, device_rows(&fleet), &places);
     let plan = match &in_force {
-        Some(in_force) => seats::seated(plan, &fleet, in_force),
+        Some(in_force) => seats::seated(plan, &fleet, in_force).0,
         None => plan,
     };
     let rated = auto::rated(Shape::Mixed, &plan, &request).ok()?;

@@ -445,12 +445,14 @@ impl<'a> Search<'a> {
     fn confirm(&self, candidates: Vec<Candidate>) -> Result<Option<PipelinePlanned>, PipelineError> {
         let Some(first) = candidates.first() else { return Ok(None) };
         let instructions = self.instructions(&self.pipeline(first));
-        let wanted = if instructions > LARGE_INSTRUCTIONS { 1 } else { CONFIRMED.count(instructions) };
+        let is_large = instructions > LARGE_INSTRUCTIONS;
+        let wanted = if is_large { 1 } else { CONFIRMED.count(instructions) };
+        let survive = if is_large { self.wanted.survive } else { 0 };
         let mut confirmed: Vec<Confirmed> = Vec::new();
         let mut candidates = candidates.into_iter().peekable();
         while confirmed.len() < wanted && candidates.peek().is_some() {
             let next: Vec<Candidate> = candidates.by_ref().take(wanted - confirmed.len()).collect();
-            for tried in parallel::map(&next, |candidate| self.confirm_one(candidate)) {
+            for tried in parallel::map(&next, |candidate| self.confirm_one(candidate, survive)) {
                 confirmed.extend(tried?);
             }
         }
@@ -495,19 +497,23 @@ impl<'a> Search<'a> {
             estimated_seconds,
             seconds: tried.seconds,
             pipeline_seconds: tried.pipeline_seconds,
-            devices: tried.devices,
+            simulated: tried.simulated,
             memory: tried.memory,
             plan: tried.plan,
             runner_up,
         }))
     }
 
-    /// A candidate's whole step, cut again while it does not fit.
-    fn confirm_one(&self, candidate: &Candidate) -> Result<Option<Confirmed>, PipelineError> {
+    /// A candidate's whole step, with mirrors for so many losses, cut again while it does not fit.
+    fn confirm_one(
+        &self,
+        candidate: &Candidate,
+        survive: usize,
+    ) -> Result<Option<Confirmed>, PipelineError> {
         let mut candidate = candidate.clone();
         for _ in 0..CORRECTIONS {
             let pipeline = self.pipeline(&candidate);
-            let tried = self.bench.step(&pipeline)?;
+            let tried = self.bench.step_mirrored(&pipeline, survive)?;
             let short = self.bench.short(&tried);
             if short.is_empty() {
                 let (estimated_seconds, kind) = (candidate.seconds, candidate.kind());
