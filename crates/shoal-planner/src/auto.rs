@@ -6,9 +6,9 @@ use std::sync::{Mutex, PoisonError};
 use serde::Serialize;
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
-use shoal_plan::memory::{MemoryForecast, forecast_in};
+use shoal_plan::memory::{MemoryForecast, forecasts};
 use shoal_plan::one_device::StepShape;
-use shoal_plan::{Layout, Plan, Purpose, compile_in};
+use shoal_plan::{Layout, Plan, Purpose, compile_in, parallel};
 use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 use thiserror::Error;
 
@@ -17,7 +17,7 @@ use crate::mirrors::MirrorError;
 use crate::mixed::{MixedPlanned, PlayError};
 use crate::pipeline::{self, PipelineWanted};
 use crate::usual::{self, State};
-use crate::{burst, mirrors, mixed, parallel, sharded, spilled};
+use crate::{burst, mirrors, mixed, sharded, spilled};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -223,28 +223,49 @@ pub(crate) fn candidates(
             _ => Ok((fitting, proposed.seconds)),
         }
     };
-    let search = |method: Method, known_seconds: f64| {
-        let found = fitting(method, propose(method, request, fleet, known_seconds)?);
+    let rated = |method: Method, proposed: Result<Proposed, String>, known_seconds: f64| {
+        let found = fitting(method, proposed?);
         // Hosts that a plan has filled have no room for mirrors: it is made again with that room left free.
         match (found, &roomy) {
             (Err(_), Some(roomy)) => fitting(method, propose(method, request, roomy, known_seconds)?),
             (found, _) => found,
         }
     };
-    // Most searches keep one core busy.
     let asked = |method: &&Method| shapes.contains(&method.shape());
     let first: Vec<Method> = Method::FIRST.iter().filter(asked).copied().collect();
-    let mut found = parallel::map(&first, |method| search(*method, f64::INFINITY));
-    let known_seconds = found.iter().flatten().map(|(_, seconds)| *seconds).fold(f64::INFINITY, f64::min);
+    let mut found = match worst.is_finite() {
+        // Most searches keep one core busy.
+        false => parallel::map(&first, |method| {
+            (*method, rated(*method, propose(*method, request, fleet, f64::INFINITY), f64::INFINITY))
+        }),
+        // Beside what a search has played through already, the others' proposals may not be worth it.
+        true => {
+            let proposed =
+                parallel::map(&first, |method| (*method, propose(*method, request, fleet, f64::INFINITY)));
+            let is_played = |proposed: &Result<Proposed, String>| {
+                proposed.as_ref().is_ok_and(|proposed| proposed.seconds.is_finite())
+            };
+            let (played, others): (Vec<_>, Vec<_>) =
+                proposed.into_iter().partition(|(_, proposed)| is_played(proposed));
+            let rated = |(method, proposed)| (method, rated(method, proposed, f64::INFINITY));
+            let mut found: Vec<_> = played.into_iter().map(rated).collect();
+            found.extend(parallel::map_into(others, rated));
+            found
+        }
+    };
+    let seconds = found.iter().filter_map(|(_, found)| found.as_ref().ok()).map(|(_, seconds)| *seconds);
+    let known_seconds = seconds.fold(f64::INFINITY, f64::min);
     let second: Vec<Method> = Method::SECOND.iter().filter(asked).copied().collect();
-    found.extend(parallel::map(&second, |method| match method {
+    found.extend(parallel::map(&second, |method| {
         // Where all shapes are of interest, another is no reason to pass one over.
-        Method::Mixed if worst == f64::INFINITY => search(*method, f64::INFINITY),
-        _ => search(*method, known_seconds),
+        let known_seconds = match method {
+            Method::Mixed if worst == f64::INFINITY => f64::INFINITY,
+            _ => known_seconds,
+        };
+        (*method, rated(*method, propose(*method, request, fleet, known_seconds), known_seconds))
     }));
-    let methods: Vec<Method> = [first, second].concat();
     let mut searched: Vec<Searched> = shapes.iter().map(|shape| (*shape, Err(NOTHING.to_owned()))).collect();
-    for (method, found) in methods.into_iter().zip(found) {
+    for (method, found) in found {
         let Some((_, all)) = searched.iter_mut().find(|(shape, _)| *shape == method.shape()) else {
             continue;
         };
@@ -415,9 +436,7 @@ fn propose(method: Method, request: &Request, fleet: &Fleet, known_seconds: f64)
                 .map_err(|error| error.to_string()),
             count => Err(format!("it is for one device, the fleet has {count}")),
         },
-        Method::Usual(state) => {
-            Ok(Proposed::unplayed(usual::tables(chain, step, fleet, state)))
-        }
+        Method::Usual(state) => Ok(Proposed::unplayed(usual::tables(chain, step, fleet, state))),
     }
 }
 
@@ -438,7 +457,7 @@ fn play(shape: Shape, plan: Plan, request: &Request, within: f64) -> Result<Opti
         return Ok(None);
     }
     let programs = compile_in(&layout, Purpose::Train, &world).map_err(|error| error.to_string())?;
-    let memory: Vec<MemoryForecast> = programs.iter().map(|program| forecast_in(program, &layout)).collect();
+    let memory = forecasts(&programs, &layout);
     hold(&plan, fleet, &memory)?;
     let simulated =
         simulate(&programs, &layout, &world, Settings::default()).map_err(|error| error.to_string())?;

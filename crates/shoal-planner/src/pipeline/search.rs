@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
 use shoal_plan::one_device::StepShape;
-use shoal_plan::{Activations, Order};
+use shoal_plan::{Activations, Order, parallel};
 
 use super::candidate::{Candidate, Confirmed, Key, Options, Row, Trial, Tuned, bucket, stages};
 use super::cuts::{Cut, Place, Suffixes, best_cut, shortage};
@@ -17,7 +17,6 @@ use super::stages::{Classes, Judge, Sized, StateBytes, TensorBytes, parameters};
 use super::trial::Bench;
 use super::{Pipeline, Replica, State};
 use crate::device_rows;
-use crate::parallel;
 
 /// How many candidates are tried replica by replica, as whole steps, and improved step by step: at least so many, at
 /// most so many, and between them as many as have so many instructions in all.
@@ -213,7 +212,10 @@ impl<'a> Search<'a> {
     /// The best of different kinds, in every order and with state in every place that is in question.
     fn variants(&self, candidates: &mut Vec<Candidate>, states: &[State]) -> Vec<Candidate> {
         let Some(first) = candidates.first() else { return Vec::new() };
-        let (best, count) = (first.seconds, TRIED.count(self.instructions(&self.pipeline(first))));
+        let instructions = self.instructions(&self.pipeline(first));
+        let (best, count) = (first.seconds, TRIED.count(instructions));
+        // By the model, state is never better everywhere than in slices. Where only one plan is played through that decides.
+        let states = if instructions > LARGE_INSTRUCTIONS { &states[..1] } else { states };
         let varied = count.div_ceil(VARIED);
         let mut kinds: Vec<Candidate> = Vec::new();
         candidates.retain(|candidate| {
@@ -505,11 +507,7 @@ impl<'a> Search<'a> {
     }
 
     /// A candidate's whole step, with mirrors for so many losses, cut again while it does not fit.
-    fn confirm_one(
-        &self,
-        candidate: &Candidate,
-        survive: usize,
-    ) -> Result<Option<Confirmed>, PipelineError> {
+    fn confirm_one(&self, candidate: &Candidate, survive: usize) -> Result<Option<Confirmed>, PipelineError> {
         let mut candidate = candidate.clone();
         for _ in 0..CORRECTIONS {
             let pipeline = self.pipeline(&candidate);

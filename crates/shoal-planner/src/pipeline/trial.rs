@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
-use shoal_plan::memory::forecast_in;
+use shoal_plan::memory::{forecast_in, forecasts};
 use shoal_plan::one_device::StepShape;
 use shoal_plan::{DeviceRow, Layout, MemoryForecast, Op, Order, Plan, Program, Purpose, compile_in};
 use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
@@ -85,7 +85,7 @@ impl Bench<'_> {
         if simulated.seconds >= within.seconds {
             return Ok(None);
         }
-        let memory = programs.iter().map(|program| forecast_in(program, &layout)).collect();
+        let memory = forecasts(&programs, &layout);
         let pipeline_seconds = last_backward(&programs, &simulated);
         let seconds = simulated.seconds;
         drop(layout);
