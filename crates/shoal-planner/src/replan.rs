@@ -8,6 +8,9 @@
 pub mod moving;
 mod seats;
 
+use std::panic::resume_unwind;
+use std::thread;
+
 use shoal_fleet::pace::paced;
 use shoal_plan::{MemoryForecast, Plan};
 
@@ -75,14 +78,21 @@ fn surviving(request: &Request, in_force: Option<InForce>) -> Result<Replanned, 
         Some(in_force) => seats::seated(plan, fleet, in_force),
         None => (plan, None),
     };
+    // Searches do not keep all cores busy all the time.
+    let (searched, stays) = thread::scope(|scope| {
+        let stays = in_force.map(|in_force| scope.spawn(move || staying(request, &in_force)));
+        let searched = auto::candidates(request, AS_GOOD, &seated);
+        let stays = stays.map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        (searched, stays.flatten())
+    });
     let (mut options, mut tried) = (Vec::new(), Vec::new());
-    for (shape, found) in auto::candidates(request, AS_GOOD, &seated)? {
+    for (shape, found) in searched? {
         match found {
             Ok(candidates) => options.extend(candidates.into_iter().map(|one| (Some(shape), one))),
             Err(refused) => tried.push(auto::Tried { shape, seconds: None, refused: Some(refused) }),
         }
     }
-    chosen(request, in_force, options).ok_or(AutoError::Nothing { tried })
+    chosen(request, in_force, options, stays).ok_or(AutoError::Nothing { tried })
 }
 
 /// The same where a plan is known already that was made for such a fleet: as many devices of the same kinds and paces, in the
@@ -108,7 +118,8 @@ pub fn replan_as(
         None => plan,
     };
     let rated = auto::rated(Shape::Mixed, &plan, &request).ok()?;
-    chosen(&request, in_force, vec![(None, rated)])
+    let stays = in_force.and_then(|in_force| staying(&request, &in_force));
+    chosen(&request, in_force, vec![(None, rated)], stays)
 }
 
 /// Of plans about as fast as the best, the plan in force among them, the one that the shortest pause leads to.
@@ -116,10 +127,10 @@ fn chosen(
     request: &Request,
     in_force: Option<InForce>,
     mut options: Vec<(Option<Shape>, Candidate)>,
+    stays: Option<Candidate>,
 ) -> Option<Replanned> {
     let Request { fleet, survive, .. } = *request;
     let seconds = |candidate: &Candidate| candidate.simulated.seconds;
-    let stays = in_force.and_then(|in_force| staying(request, &in_force));
     let staying_seconds = stays.as_ref().map(seconds);
     options.extend(stays.map(|stays| (None, stays)));
     let best = options.iter().map(|(_, candidate)| seconds(candidate)).fold(f64::INFINITY, f64::min);
