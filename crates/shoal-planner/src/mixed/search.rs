@@ -30,7 +30,7 @@ const POLISHED_SINGLES_MOST: usize = 3;
 const POLISHED_AGAIN_MOST: usize = 2;
 /// Of lineups that pieces pass once, so many of the best are looked at with several turns too, at so many sizes of pieces.
 const IN_TURNS_MOST: usize = 16;
-const IN_TURNS_SIZES: usize = 2;
+const IN_TURNS_SIZES: usize = 3;
 /// How much longer than the best a pipeline may take by the model to be tried at all, and for its lineup to be looked at with
 /// several turns.
 const PROMISING: f64 = 1.4;
@@ -523,6 +523,17 @@ impl Search<'_> {
                 found.push(other);
             }
         };
+        // Waiting is passed on from stage to stage: one that may stash more gains little where the next may not.
+        let capped = mixed.stages.iter().filter(|stage| stage.stash.is_some()).count();
+        if (2..=SHIFTED_STAGES_MOST).contains(&capped) {
+            for more in [|stash: usize| 2 * stash, |stash| stash + 2, |stash| stash + 1] {
+                with(&|mixed| {
+                    for stash in mixed.stages.iter_mut().filter_map(|stage| stage.stash.as_mut()) {
+                        *stash = more(*stash);
+                    }
+                });
+            }
+        }
         for (place, stages) in mixed.stages.windows(2).enumerate() {
             // A head that returns stays what it is.
             let returned = place + 2 == mixed.stages.len() && stages[1].devices == mixed.stages[0].devices;
@@ -587,17 +598,6 @@ impl Search<'_> {
                 |other: &usize| if *other > stash { most >= stash } else { (1..most).contains(other) };
             for other in [2 * stash, stash + 1, stash - 1].into_iter().filter(matters) {
                 with(&|mixed| mixed.stages[place].stash = Some(other));
-            }
-        }
-        // Waiting is passed on from stage to stage: one that may stash more gains little where the next may not.
-        let capped = mixed.stages.iter().filter(|stage| stage.stash.is_some()).count();
-        if (2..=SHIFTED_STAGES_MOST).contains(&capped) {
-            for more in [2, 1] {
-                with(&|mixed| {
-                    for stash in mixed.stages.iter_mut().filter_map(|stage| stage.stash.as_mut()) {
-                        *stash += more;
-                    }
-                });
             }
         }
         for order in [Order::OneForwardOneBackward, Order::Varuna, Order::Gpipe] {
