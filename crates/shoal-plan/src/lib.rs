@@ -47,7 +47,7 @@ pub use program::{Instruction, Keep, Lane, Moved, Op, Pass, Program, Purpose};
 pub use schedule::{ByArithmetic, Pace, is_remade};
 pub use standing::{Closing, Disagreement, Standing, Target, agree, meet};
 pub use table::{
-    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Order, Plan, Residence, Samples,
-    Slice, TensorRow, Tier,
+    Activations, Compute, ComputeCopy, DeviceRow, GradientWire, Held, Holder, LayerRow, Order, Plan,
+    Residence, Samples, Slice, TensorRow, Tier,
 };
 pub use verify::{ProgramError, verify, verify_all};

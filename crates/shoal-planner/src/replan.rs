@@ -12,7 +12,7 @@ use std::panic::resume_unwind;
 use std::thread;
 
 use shoal_fleet::pace::paced;
-use shoal_plan::{MemoryForecast, Plan};
+use shoal_plan::{MemoryForecast, Plan, StepShape};
 
 use crate::auto::{self, AutoError, Candidate, Request, Shape};
 use crate::device_rows;
@@ -149,11 +149,9 @@ fn chosen(
 /// The plan in force on the devices as they are now, with mirrors for what lacks them.
 fn staying(request: &Request, in_force: &InForce) -> Option<Candidate> {
     let Request { chain, step, fleet, .. } = *request;
-    let Plan { global_batch, sequence, precision, optimizer_states, .. } = *in_force.plan;
-    let found = (global_batch, sequence, precision, optimizer_states);
-    if found != (step.global_batch, step.sequence, step.precision, step.optimizer_states)
-        || in_force.plan.check(chain).is_err()
-    {
+    let Plan { global_batch, sequence, precision, optimizer_states, gradients, .. } = *in_force.plan;
+    let found = StepShape { global_batch, sequence, precision, optimizer_states, gradients };
+    if found != step || in_force.plan.check(chain).is_err() {
         return None;
     }
     let place = |name: &String| fleet.devices.iter().position(|device| device.name == *name);

@@ -6,8 +6,8 @@ use shoal_model::{Chain, Precision, presets};
 use shoal_plan::draw::{self, Draw};
 use shoal_plan::memory::forecast_in;
 use shoal_plan::{
-    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Layout, Op, Order, Pass, Plan,
-    Purpose, Residence, Samples, TensorRow, compile, compile_paced,
+    Activations, Compute, ComputeCopy, DeviceRow, GradientWire, Held, Holder, LayerRow, Layout, Op, Order,
+    Pass, Plan, Purpose, Residence, Samples, TensorRow, compile, compile_paced,
 };
 use shoal_sim::flows::Resource;
 use shoal_sim::{FleetWorld, Jitter, Settings, Work, World, simulate};
@@ -107,6 +107,7 @@ fn pipeline(chain: &Chain, stages: usize, batches: usize, order: Order, recomput
         sequence: 8,
         precision: Precision::Fp32,
         optimizer_states: 2,
+        gradients: GradientWire::default(),
         devices: (0..stages)
             .map(|device| DeviceRow {
                 name: format!("{device}"),

@@ -319,8 +319,13 @@ mod tests {
                     stash: None,
                 })
                 .collect();
-            let step =
-                StepShape { global_batch: 8, sequence: 16, precision: Precision::Fp32, optimizer_states: 2 };
+            let step = StepShape {
+                global_batch: 8,
+                sequence: 16,
+                precision: Precision::Fp32,
+                optimizer_states: 2,
+                gradients: Default::default(),
+            };
             let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
             let mut classes = Classes::new(&fleet, &rows);
             let places: Vec<Place> = (0..devices)

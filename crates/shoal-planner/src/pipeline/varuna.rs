@@ -59,7 +59,13 @@ pub fn machines(count: usize) -> Fleet {
 }
 
 fn shape(global_batch: usize) -> StepShape {
-    StepShape { global_batch, sequence: SEQUENCE, precision: Precision::Fp16, optimizer_states: 2 }
+    StepShape {
+        global_batch,
+        sequence: SEQUENCE,
+        precision: Precision::Fp16,
+        optimizer_states: 2,
+        gradients: Default::default(),
+    }
 }
 
 /// A model on a number of machines, four ways.
