@@ -19,7 +19,7 @@ use crate::device_rows;
 
 /// Instructions that may be compiled to try out what the model likes best, and to improve the best of that.
 const TRIED_INSTRUCTIONS: usize = 200_000;
-const POLISHED_INSTRUCTIONS: usize = 300_000;
+const POLISHED_INSTRUCTIONS: usize = 450_000;
 /// At least so many are tried, and at most.
 const TRIED_LEAST: usize = 3;
 const TRIED_MOST: usize = 60;
