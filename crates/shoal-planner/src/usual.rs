@@ -113,7 +113,7 @@ mod tests {
         sequence: 64,
         precision: Precision::Fp32,
         optimizer_states: 2,
-        gradients: Default::default(),
+        gradients: shoal_plan::GradientWire::Fp32,
     };
 
     fn fleet(memory: &str) -> Fleet {

@@ -28,7 +28,7 @@ const STEP: StepShape = StepShape {
     sequence: 32,
     precision: Precision::Fp32,
     optimizer_states: 2,
-    gradients: Default::default(),
+    gradients: shoal_plan::GradientWire::Fp32,
 };
 
 /// Slices that nobody has once some machines are gone.

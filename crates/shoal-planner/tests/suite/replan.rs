@@ -21,7 +21,7 @@ const STEP: StepShape = StepShape {
     sequence: 16,
     precision: Precision::Fp32,
     optimizer_states: 2,
-    gradients: Default::default(),
+    gradients: shoal_plan::GradientWire::Fp32,
 };
 
 /// Machines, each a table of a fleet file and its name.
