@@ -78,7 +78,8 @@ impl Flows {
             self.flows.len() - 1
         });
         let under = &mut self.flows[flow];
-        (under.links.clear(), under.pools.clear());
+        under.links.clear();
+        under.pools.clear();
         for resource in resources {
             let is_pool = self.resources[*resource as usize].is_pool;
             if is_pool {
@@ -350,10 +351,10 @@ mod tests {
                     }
                 } else {
                     foreseen.sort_by(|a, b| b.at.total_cmp(&a.at));
-                    if let Some(end) = foreseen.pop() {
-                        if flows.end(end, &mut |end| foreseen.push(end)) {
-                            now = end.at;
-                        }
+                    if let Some(end) = foreseen.pop()
+                        && flows.end(end, &mut |end| foreseen.push(end))
+                    {
+                        now = end.at;
                     }
                 }
                 for (under, rate) in flows.flows.iter().zip(rates(&flows)) {
