@@ -342,7 +342,7 @@ struct LocalIncoming<'a> {
 }
 
 impl IncomingEnd for LocalIncoming<'_> {
-    fn read(&mut self, into: &mut [u8], meanwhile: Meanwhile) -> Result<()> {
+    fn read(&mut self, into: &mut [u8], meanwhile: &mut dyn Meanwhile) -> Result<()> {
         let (length, mut filled) = (into.len(), 0);
         let mut copy = |part: &[u8]| {
             into[filled..filled + part.len()].copy_from_slice(part);
@@ -351,11 +351,17 @@ impl IncomingEnd for LocalIncoming<'_> {
         self.read_with(length, &mut copy, meanwhile)
     }
 
-    fn read_with(&mut self, length: usize, each: &mut dyn FnMut(&[u8]), meanwhile: Meanwhile) -> Result<()> {
+    fn read_with(
+        &mut self,
+        length: usize,
+        each: &mut dyn FnMut(&[u8]),
+        meanwhile: &mut dyn Meanwhile,
+    ) -> Result<()> {
         let mut left = length;
         loop {
             if self.piece.as_ref().is_none_or(|piece| self.used == piece.bytes.len()) {
-                while meanwhile() {}
+                while meanwhile.advance() {}
+                meanwhile.part();
                 self.next_piece()?;
             }
             self.wait_until_due()?;

@@ -14,6 +14,10 @@ const QUANTUM_SECONDS: f64 = 0.25e-3;
 const QUANTUM_BYTES_MIN: f64 = 2048.0;
 const QUANTUM_BYTES_MAX: f64 = (256 << 10) as f64;
 
+/// How far bytes may leave before their time if more of the same write follow: to sleep and be woken for every quantum
+/// would take the sender, and the receiver with it, more than the bytes themselves.
+const AHEAD_MAX: Duration = Duration::from_millis(1);
+
 /// A sender that comes back with more of a message this late after its last quantum was waiting for something else, not
 /// merely woken late.
 const WAKE_UP_LATE_MAX: Duration = Duration::from_millis(5);
@@ -127,6 +131,14 @@ impl Pacer {
 
 /// What a link with latency and no given bandwidth is taken to carry, to bound what is under way.
 const UNLIMITED_BYTES_PER_S: f64 = 12.5e9;
+
+/// Sleeps until bytes may leave whose time is then. The last ones of a write leave at that time exactly, and so nobody has all
+/// of it sooner; those before them may go ahead.
+pub fn wait_to_leave(moment: Instant, last: bool) {
+    if last || moment.saturating_duration_since(Instant::now()) > AHEAD_MAX {
+        sleep_until(moment);
+    }
+}
 
 /// Sleeps until a moment that may have passed.
 pub fn sleep_until(moment: Instant) {
