@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::fabric::Tag;
 use crate::fate::Fate;
 use crate::link::{EAGER_MESSAGE_BYTES_MAX, EAGER_WINDOW_BYTES, IncomingEnd, Link, Meanwhile, OutgoingEnd};
-use crate::pace::{Pacer, Progress, sleep_until};
+use crate::pace::{Pacer, Progress};
 
 /// What passes at once on a link that is not shaped.
 const PIECE_BYTES: usize = 128 << 10;
@@ -298,12 +298,12 @@ impl LocalOutgoing<'_> {
 
     fn hand_over(&mut self, number: u64, part: &[u8]) -> Result<()> {
         let pair = self.link.pair(self.link.rank, self.link.peer);
-        let times = self.link.pacer.as_ref().map(|pacer| pacer.take(&mut self.progress, part.len()));
+        let turn = self.link.pacer.as_ref().map(|pacer| pacer.take(&mut self.progress, part.len(), true));
         let between_max = self.link.pacer.as_ref().map_or(BETWEEN_BYTES_MAX, |pacer| pacer.bytes_under_way());
         let mut bytes = pair.lock().spare.pop().unwrap_or_default();
         bytes.clear();
         bytes.extend_from_slice(part);
-        let piece = Piece { bytes, due: times.map(|(_, due)| due) };
+        let piece = Piece { bytes, due: turn.map(|turn| turn.arrives) };
         let mut state = pair.lock();
         loop {
             self.link.world.fate.check()?;
@@ -324,8 +324,8 @@ impl LocalOutgoing<'_> {
         }
         drop(state);
         pair.changed.notify_all();
-        if let Some((through, _)) = times {
-            sleep_until(through);
+        if let Some(turn) = turn {
+            turn.wait();
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use super::join::TICK_MAX;
 use super::stream::Writing;
-use crate::pace::{Pacer, Progress, wait_to_leave};
+use crate::pace::{Pacer, Progress, sleep_until_about};
 use crate::wire::Header;
 
 pub struct Sink {
@@ -83,7 +83,8 @@ impl Slot {
 
 struct Delayed {
     due: Instant,
-    last: bool,
+    /// More of the same write follows.
+    ahead: bool,
     header: Header,
     payload: Vec<u8>,
 }
@@ -110,7 +111,7 @@ impl Sink {
         let socket = sink.socket.try_clone()?;
         let thread = thread::Builder::new().name("shoal-net delay".to_owned()).spawn(move || {
             for frame in receiver {
-                wait_to_leave(frame.due, frame.last);
+                sleep_until_about(frame.due, frame.ahead);
                 if slot.write(&frame.header, &frame.payload, &go_on).is_err() {
                     // Whoever reads from this peer finds out what became of it.
                     return;
@@ -149,23 +150,22 @@ impl Sink {
             return self.slot.write(header, payload, go_on);
         };
         if !self.delayed {
-            let (through, _) = pacer.take(progress, payload.len());
-            wait_to_leave(through, last);
+            pacer.take(progress, payload.len(), last).wait();
             return self.slot.write(header, payload, go_on);
         }
         let payload = payload.to_vec();
-        let through = {
+        let turn = {
             // Frames are lined up under the lock, so that they stand in the order of their times.
             let under_way = self.under_way.lock().expect("nobody panics with it");
-            let (through, due) = pacer.take(progress, payload.len());
-            let sent =
-                under_way.as_ref().map(|line| line.send(Delayed { due, last, header: *header, payload }));
+            let turn = pacer.take(progress, payload.len(), last);
+            let delayed = Delayed { due: turn.arrives, ahead: !last, header: *header, payload };
+            let sent = under_way.as_ref().map(|line| line.send(delayed));
             if !matches!(sent, Some(Ok(()))) {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
-            through
+            turn
         };
-        wait_to_leave(through, last);
+        turn.wait();
         Ok(())
     }
 

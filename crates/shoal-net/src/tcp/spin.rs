@@ -120,3 +120,52 @@ impl Spin<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Waits that sleep at once before one looks again.
+    fn skipped(spins: &Spins, now: Instant) -> usize {
+        (0..).take_while(|_| !spins.may_begin(now)).count()
+    }
+
+    #[test]
+    fn where_nothing_comes_ever_fewer_waits_look_again_and_all_once_something_does() {
+        let (spins, now) = (Spins::new(&Leisure::new()), Instant::now());
+        assert_eq!(skipped(&spins, now), 0);
+        let after_failures = || {
+            spins.found_nothing();
+            skipped(&spins, now)
+        };
+        assert_eq!([(); 8].map(|()| after_failures()), [1, 3, 7, 15, 31, 63, 64, 64]);
+        Spin { spins: &spins, state: State::Since(now) }.found();
+        assert_eq!(skipped(&spins, now), 0);
+        spins.found_nothing();
+        assert_eq!(skipped(&spins, now), 1, "it begins anew");
+    }
+
+    #[test]
+    fn a_core_that_others_use_is_left_to_them_by_all_waits_for_a_while() {
+        let leisure = Leisure::new();
+        let [one, two] = [(); 2].map(|()| Spins::new(&leisure));
+        let now = Instant::now();
+        assert!(one.may_begin(now) && two.may_begin(now));
+        leisure.is_over(now);
+        assert!(!one.may_begin(now) && !two.may_begin(now + REST / 2));
+        assert!(one.may_begin(now + REST) && two.may_begin(now + REST));
+    }
+
+    #[test]
+    fn a_wait_looks_again_for_a_moment_only() {
+        let spins = Spins::new(&Leisure::new());
+        let begin = Instant::now();
+        let mut spin = spins.begin();
+        while spin.again() {}
+        assert!(!spin.again());
+        // Others may have had the core, however long; then the wait was over at once.
+        assert!(begin.elapsed() >= SPIN_MAX);
+        let rests = !spins.leisure.is_there(Instant::now());
+        assert!(rests || !spins.may_begin(Instant::now()), "the next wait sleeps at once");
+    }
+}
