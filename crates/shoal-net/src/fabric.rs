@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use crate::collective::TREE_BYTES_MAX;
 use crate::error::{Error, Result};
 use crate::fate::Fate;
-use crate::link::{IncomingEnd, Link, Meanwhile, OutgoingEnd};
+use crate::link::{IncomingEnd, Link, Meanwhile, Nothing, OutgoingEnd};
 use crate::local::{LocalLink, World};
 use crate::pace::{Egress, Pacer};
 use crate::settings::Settings;
@@ -257,7 +257,7 @@ impl Outgoing<'_> {
     /// As many of the next bytes as can be handed on without waiting for the receiver to read; how many. Zero says
     /// nothing about what `write` could do. Some may be held back: the message ends with `flush` or `write`.
     pub fn write_some(&mut self, bytes: &[u8]) -> Result<usize> {
-        if !self.message.take(bytes.len())? {
+        if !self.message.take(bytes.len())? && !self.end.holds_back() {
             return Ok(0);
         }
         let result = self.end.write_some(bytes);
@@ -286,11 +286,11 @@ pub struct Incoming<'a> {
 impl Incoming<'_> {
     /// The next bytes, into the caller's memory.
     pub fn read(&mut self, into: &mut [u8]) -> Result<()> {
-        self.read_meanwhile(into, &mut || false)
+        self.read_meanwhile(into, &mut Nothing)
     }
 
     /// The same for a caller that has other things to do before it waits.
-    pub(crate) fn read_meanwhile(&mut self, into: &mut [u8], meanwhile: Meanwhile) -> Result<()> {
+    pub(crate) fn read_meanwhile(&mut self, into: &mut [u8], meanwhile: &mut dyn Meanwhile) -> Result<()> {
         if !self.message.take(into.len())? {
             return Ok(());
         }
@@ -301,7 +301,7 @@ impl Incoming<'_> {
     /// The next bytes, shown in pieces as they come. A piece ends where a write of the sender ended, or at a multiple of
     /// four bytes.
     pub fn read_with(&mut self, length: usize, each: impl FnMut(&[u8])) -> Result<()> {
-        self.read_with_meanwhile(length, each, &mut || false)
+        self.read_with_meanwhile(length, each, &mut Nothing)
     }
 
     /// The same for a caller that has other things to do before it waits.
@@ -309,7 +309,7 @@ impl Incoming<'_> {
         &mut self,
         length: usize,
         mut each: impl FnMut(&[u8]),
-        meanwhile: Meanwhile,
+        meanwhile: &mut dyn Meanwhile,
     ) -> Result<()> {
         if !self.message.take(length)? {
             return Ok(());

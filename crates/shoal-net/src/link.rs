@@ -31,14 +31,34 @@ pub trait OutgoingEnd: Send {
     fn flush(&mut self) -> Result<()>;
 }
 
-/// What a receiver has to do while nothing has come: does some of it, and says whether there was anything to do. As long as
-/// there was, the receiver looks again before it waits.
-pub type Meanwhile<'a> = &'a mut dyn FnMut() -> bool;
+/// What a receiver has to do while nothing has come.
+pub trait Meanwhile {
+    /// Does some of it without waiting; whether there was anything to do. As long as there was, the receiver looks again.
+    fn advance(&mut self) -> bool;
+    /// The receiver is about to wait: what is left has to go on without its thread.
+    fn part(&mut self);
+}
+
+/// For a receiver that has nothing else to do.
+pub struct Nothing;
+
+impl Meanwhile for Nothing {
+    fn advance(&mut self) -> bool {
+        false
+    }
+
+    fn part(&mut self) {}
+}
 
 /// The receiving end of one message. The fabric has checked that reads do not pass its length.
 pub trait IncomingEnd: Send {
     /// The next bytes, straight into the caller's memory.
-    fn read(&mut self, into: &mut [u8], meanwhile: Meanwhile) -> Result<()>;
+    fn read(&mut self, into: &mut [u8], meanwhile: &mut dyn Meanwhile) -> Result<()>;
     /// The next bytes, shown in pieces whose lengths are multiples of four but for the last.
-    fn read_with(&mut self, length: usize, each: &mut dyn FnMut(&[u8]), meanwhile: Meanwhile) -> Result<()>;
+    fn read_with(
+        &mut self,
+        length: usize,
+        each: &mut dyn FnMut(&[u8]),
+        meanwhile: &mut dyn Meanwhile,
+    ) -> Result<()>;
 }

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::fabric::Tag;
 use crate::fate::Fate;
 use crate::link::{EAGER_MESSAGE_BYTES_MAX, EAGER_WINDOW_BYTES, IncomingEnd, Link, Meanwhile, OutgoingEnd};
-use crate::pace::{Pacer, Progress, sleep_until};
+use crate::pace::{Pacer, Progress};
 
 /// What passes at once on a link that is not shaped.
 const PIECE_BYTES: usize = 128 << 10;
@@ -298,12 +298,12 @@ impl LocalOutgoing<'_> {
 
     fn hand_over(&mut self, number: u64, part: &[u8]) -> Result<()> {
         let pair = self.link.pair(self.link.rank, self.link.peer);
-        let times = self.link.pacer.as_ref().map(|pacer| pacer.take(&mut self.progress, part.len()));
+        let turn = self.link.pacer.as_ref().map(|pacer| pacer.take(&mut self.progress, part.len(), true));
         let between_max = self.link.pacer.as_ref().map_or(BETWEEN_BYTES_MAX, |pacer| pacer.bytes_under_way());
         let mut bytes = pair.lock().spare.pop().unwrap_or_default();
         bytes.clear();
         bytes.extend_from_slice(part);
-        let piece = Piece { bytes, due: times.map(|(_, due)| due) };
+        let piece = Piece { bytes, due: turn.map(|turn| turn.arrives) };
         let mut state = pair.lock();
         loop {
             self.link.world.fate.check()?;
@@ -324,8 +324,8 @@ impl LocalOutgoing<'_> {
         }
         drop(state);
         pair.changed.notify_all();
-        if let Some((through, _)) = times {
-            sleep_until(through);
+        if let Some(turn) = turn {
+            turn.wait();
         }
         Ok(())
     }
@@ -342,7 +342,7 @@ struct LocalIncoming<'a> {
 }
 
 impl IncomingEnd for LocalIncoming<'_> {
-    fn read(&mut self, into: &mut [u8], meanwhile: Meanwhile) -> Result<()> {
+    fn read(&mut self, into: &mut [u8], meanwhile: &mut dyn Meanwhile) -> Result<()> {
         let (length, mut filled) = (into.len(), 0);
         let mut copy = |part: &[u8]| {
             into[filled..filled + part.len()].copy_from_slice(part);
@@ -351,11 +351,17 @@ impl IncomingEnd for LocalIncoming<'_> {
         self.read_with(length, &mut copy, meanwhile)
     }
 
-    fn read_with(&mut self, length: usize, each: &mut dyn FnMut(&[u8]), meanwhile: Meanwhile) -> Result<()> {
+    fn read_with(
+        &mut self,
+        length: usize,
+        each: &mut dyn FnMut(&[u8]),
+        meanwhile: &mut dyn Meanwhile,
+    ) -> Result<()> {
         let mut left = length;
         loop {
             if self.piece.as_ref().is_none_or(|piece| self.used == piece.bytes.len()) {
-                while meanwhile() {}
+                while meanwhile.advance() {}
+                meanwhile.part();
                 self.next_piece()?;
             }
             self.wait_until_due()?;

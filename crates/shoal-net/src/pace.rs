@@ -14,6 +14,10 @@ const QUANTUM_SECONDS: f64 = 0.25e-3;
 const QUANTUM_BYTES_MIN: f64 = 2048.0;
 const QUANTUM_BYTES_MAX: f64 = (256 << 10) as f64;
 
+/// What of a message may leave before its time at once, if more of the same write follows: to sleep and be woken for every
+/// quantum would take the sender, and the receiver with it, more than the bytes themselves.
+const AHEAD_MAX: Duration = Duration::from_micros(500);
+
 /// A sender that comes back with more of a message this late after its last quantum was waiting for something else, not
 /// merely woken late.
 const WAKE_UP_LATE_MAX: Duration = Duration::from_millis(5);
@@ -63,12 +67,34 @@ pub struct Pacer {
     bytes_per_s: f64,
 }
 
+/// What became of some bytes' turn on a link.
+#[derive(Clone, Copy, Debug)]
+pub struct Turn {
+    /// When they have left.
+    pub through: Instant,
+    /// When they arrive.
+    pub arrives: Instant,
+    /// Whether their sender may go on before.
+    pub ahead: bool,
+}
+
+impl Turn {
+    /// Sleeps until the bytes may leave.
+    pub fn wait(&self) {
+        if !self.ahead {
+            sleep_until(self.through);
+        }
+    }
+}
+
 /// The place of one message's next quantum in time.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Progress {
     through: Option<Instant>,
     /// The next bytes were there already when the last ones left.
     goes_on: bool,
+    /// Bytes that have left since the sender last slept.
+    ahead_bytes: usize,
 }
 
 impl Progress {
@@ -91,8 +117,9 @@ impl Pacer {
         Some(Arc::new(Pacer { egress: egress.clone(), link: clock, latency: link.latency, bytes_per_s }))
     }
 
-    /// Takes the link for the next bytes of a message: when they have left, and when they arrive.
-    pub fn take(&self, progress: &mut Progress, bytes: usize) -> (Instant, Instant) {
+    /// Takes the link for the next bytes of a message. Of one write all but the `last` may leave ahead of their time: nobody
+    /// has all of it sooner then.
+    pub fn take(&self, progress: &mut Progress, bytes: usize, last: bool) -> Turn {
         let now = Instant::now();
         let ready = match progress.through {
             Some(through) if progress.goes_on => through,
@@ -103,8 +130,12 @@ impl Pacer {
         let egress = self.egress.0.as_ref().map_or(ready, |clock| clock.take(ready, bytes));
         let link = self.link.as_ref().map_or(ready, |clock| clock.take(ready, bytes));
         let through = egress.max(link);
-        *progress = Progress { through: Some(through), goes_on: true };
-        (through, through + self.latency)
+        // Own bytes are counted and not the time, or whoever shares a link would wait longer for its turns.
+        let ahead_bytes = progress.ahead_bytes + bytes;
+        let ahead = !last && ahead_bytes as f64 <= self.bytes_per_s * AHEAD_MAX.as_secs_f64();
+        let ahead_bytes = if ahead { ahead_bytes } else { 0 };
+        *progress = Progress { through: Some(through), goes_on: true, ahead_bytes };
+        Turn { through, arrives: through + self.latency, ahead }
     }
 
     /// Whether bytes arrive later than they have left.
@@ -127,6 +158,13 @@ impl Pacer {
 
 /// What a link with latency and no given bandwidth is taken to carry, to bound what is under way.
 const UNLIMITED_BYTES_PER_S: f64 = 12.5e9;
+
+/// Sleeps until a moment at which bytes arrive, unless it is soon and they may arrive ahead of it.
+pub fn sleep_until_about(moment: Instant, ahead: bool) {
+    if !ahead || moment.saturating_duration_since(Instant::now()) > AHEAD_MAX {
+        sleep_until(moment);
+    }
+}
 
 /// Sleeps until a moment that may have passed.
 pub fn sleep_until(moment: Instant) {
@@ -155,10 +193,10 @@ mod tests {
         let shape = shape(None, Some(1e6), 20);
         let pacer = Pacer::new(Some(&shape), &Egress::new(Some(&shape)), 1).expect("the link is shaped");
         let mut progress = Progress::default();
-        let (first, _) = pacer.take(&mut progress, 10_000);
-        let (second, arrival) = pacer.take(&mut progress, 10_000);
-        assert_eq!(second - first, Duration::from_millis(10));
-        assert_eq!(arrival - second, Duration::from_millis(20));
+        let first = pacer.take(&mut progress, 10_000, true);
+        let second = pacer.take(&mut progress, 10_000, true);
+        assert_eq!(second.through - first.through, Duration::from_millis(10));
+        assert_eq!(second.arrives - second.through, Duration::from_millis(20));
     }
 
     #[test]
@@ -167,9 +205,20 @@ mod tests {
         let egress = Egress::new(Some(&shape));
         let one = Pacer::new(Some(&shape), &egress, 1).expect("shaped");
         let two = Pacer::new(Some(&shape), &egress, 2).expect("shaped");
-        let (first, _) = one.take(&mut Progress::default(), 100_000);
-        let (second, _) = two.take(&mut Progress::default(), 100_000);
-        assert_eq!(second - first, Duration::from_millis(100));
+        let first = one.take(&mut Progress::default(), 100_000, true);
+        let second = two.take(&mut Progress::default(), 100_000, true);
+        assert_eq!(second.through - first.through, Duration::from_millis(100));
+    }
+
+    #[test]
+    fn half_a_millisecond_of_a_write_goes_ahead_and_its_last_bytes_never() {
+        let shape = shape(None, Some(1e9), 0);
+        let pacer = Pacer::new(Some(&shape), &Egress::new(Some(&shape)), 1).expect("the link is shaped");
+        let mut progress = Progress::default();
+        let mut ahead = |last| pacer.take(&mut progress, 250_000, last).ahead;
+        assert_eq!([(); 4].map(|()| ahead(false)), [true, true, false, true]);
+        assert!(!ahead(true));
+        assert_eq!([(); 3].map(|()| ahead(false)), [true, true, false], "the next write begins anew");
     }
 
     #[test]

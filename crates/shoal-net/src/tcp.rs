@@ -7,6 +7,7 @@
 //! - `reception`: a worker's port, and which fabric a connection is for.
 //! - `join`: how the connections of a fabric come to be, and who is let in.
 //! - `sink`: where frames leave, held to the link's shape.
+//! - `spin`: how a thread looks again before it sleeps.
 //! - `lane`: where data arrives, and which of the waiting threads reads it.
 //! - `message`: the two ends of one message.
 //! - `peer`: one peer's life: heartbeats, silence, goodbye.
@@ -17,6 +18,7 @@ mod message;
 mod peer;
 mod reception;
 mod sink;
+mod spin;
 mod stream;
 
 use std::net::{SocketAddr, TcpListener};
@@ -35,6 +37,7 @@ use join::Connections;
 use message::TcpLink;
 use peer::Peer;
 pub use reception::{Guard, Reception};
+use spin::Leisure;
 
 /// How workers know each other.
 #[derive(Clone, Debug)]
@@ -103,13 +106,14 @@ fn fabric_of(seat: &Seat, joined: Vec<Connections>, settings: &Settings) -> Resu
     let (rank, names) = (seat.rank, seat.titles());
     let fate = Arc::new(Fate::default());
     let shape = settings.shape.as_ref();
-    let egress = Egress::new(shape);
+    let (egress, leisure) = (Egress::new(shape), Leisure::new());
     let mut tcp = Tcp { peers: Vec::new(), threads: Vec::new() };
     let mut links: Vec<Option<Box<dyn Link>>> = names.iter().map(|_| None).collect();
     for connections in joined {
         let pacer = Pacer::new(shape, &egress, connections.peer);
         let place = connections.peer;
-        let (peer, threads) = Peer::start(rank, connections, names.clone(), fate.clone(), pacer, settings)?;
+        let (peer, threads) =
+            Peer::start(rank, connections, names.clone(), fate.clone(), pacer, &leisure, settings)?;
         links[place] = Some(Box::new(TcpLink(peer.clone())));
         tcp.peers.push(peer);
         tcp.threads.extend(threads);

@@ -10,7 +10,12 @@ pub trait Form: Sync {
     /// Bytes of one element on the wire.
     const ITEM_BYTES: usize;
     fn write(&self, outgoing: &mut Outgoing, items: &[Self::Item]) -> Result<()>;
-    fn read(&self, incoming: &mut Incoming, items: &mut [Self::Item], meanwhile: Meanwhile) -> Result<()>;
+    fn read(
+        &self,
+        incoming: &mut Incoming,
+        items: &mut [Self::Item],
+        meanwhile: &mut dyn Meanwhile,
+    ) -> Result<()>;
     /// The elements as they are written, where they travel as they lie in memory.
     fn view<'a>(&self, items: &'a [Self::Item]) -> Option<&'a [u8]>;
 }
@@ -25,7 +30,7 @@ impl Form for AsBytes {
         outgoing.write(items)
     }
 
-    fn read(&self, incoming: &mut Incoming, items: &mut [u8], meanwhile: Meanwhile) -> Result<()> {
+    fn read(&self, incoming: &mut Incoming, items: &mut [u8], meanwhile: &mut dyn Meanwhile) -> Result<()> {
         incoming.read_meanwhile(items, meanwhile)
     }
 
@@ -44,7 +49,7 @@ impl Form for AsF32 {
         outgoing.write(bytemuck::cast_slice(items))
     }
 
-    fn read(&self, incoming: &mut Incoming, items: &mut [f32], meanwhile: Meanwhile) -> Result<()> {
+    fn read(&self, incoming: &mut Incoming, items: &mut [f32], meanwhile: &mut dyn Meanwhile) -> Result<()> {
         incoming.read_meanwhile(bytemuck::cast_slice_mut(items), meanwhile)
     }
 
@@ -69,7 +74,7 @@ impl Form for HalvedF32 {
         Ok(())
     }
 
-    fn read(&self, incoming: &mut Incoming, items: &mut [f32], meanwhile: Meanwhile) -> Result<()> {
+    fn read(&self, incoming: &mut Incoming, items: &mut [f32], meanwhile: &mut dyn Meanwhile) -> Result<()> {
         let items_bytes = items.len() * Self::ITEM_BYTES;
         let mut rest = items;
         let take = |piece: &[u8]| {
@@ -90,7 +95,7 @@ impl Form for HalvedF32 {
 const HALVES_AT_ONCE: usize = 8192;
 
 /// Adds what comes in f32 to what is there.
-pub fn add(incoming: &mut Incoming, items: &mut [f32], meanwhile: Meanwhile) -> Result<()> {
+pub fn add(incoming: &mut Incoming, items: &mut [f32], meanwhile: &mut dyn Meanwhile) -> Result<()> {
     let items_bytes = size_of_val(items);
     let mut rest = items;
     let add = |piece: &[u8]| {

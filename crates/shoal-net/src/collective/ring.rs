@@ -11,19 +11,22 @@ use std::sync::mpsc;
 use std::thread;
 
 use super::form::Form;
-use super::{Group, Part};
+use super::{Group, Part, TREE_BYTES_MAX};
 use crate::error::{Error, Result};
 use crate::fabric::{Incoming, Outgoing};
 use crate::link::Meanwhile;
 
-/// What is passed on at once. Small enough to be in the cache when it is sent on, large enough to be worth a call.
-const CHUNK_BYTES_MAX: usize = 512 << 10;
-/// A slice is cut into at least so many chunks where they would not become too small, so that work overlaps.
+/// What is passed on at once. Small enough to be in the cache when it is sent on, large enough to be worth its calls: each
+/// chunk is a frame, and a frame costs ten microseconds.
+const CHUNK_BYTES: usize = 512 << 10;
+/// Where a slice has to be passed on while it comes, it is cut into at least so many chunks that are not too small.
 const CHUNKS_A_SLICE: usize = 4;
 const CHUNK_BYTES_MIN: usize = 128 << 10;
+/// Slices up to so many times the mean are about even.
+const EVEN_RATIO_MAX: usize = 2;
 
 /// Adds what comes to what is there.
-type Add<T> = fn(&mut Incoming, &mut [T], Meanwhile) -> Result<()>;
+type Add<T> = fn(&mut Incoming, &mut [T], &mut dyn Meanwhile) -> Result<()>;
 
 /// Which turns of the ring are made.
 pub struct Way<T> {
@@ -70,6 +73,7 @@ pub fn run<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item], way: Way<F:
             sent: VecDeque::new(),
             apart: None,
             failure: None,
+            scope,
         };
         let half = &mut sending;
         let receiving = move || {
@@ -85,16 +89,15 @@ pub fn run<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item], way: Way<F:
                     let chunk = match &mut here {
                         Some(chunks) => chunks.next(),
                         // It was sent before it comes around again. If it does not come back, sending has failed.
-                        None => sending.take_back(scope),
+                        None => sending.take_back(),
                     };
                     let Some(chunk) = chunk else {
                         return sending.failure.take().map_or_else(|| group.failure(), Err);
                     };
-                    sending.advance(scope);
-                    let mut meanwhile = || sending.advance(scope);
+                    sending.advance();
                     match add {
-                        Some(add) => add(&mut incoming, chunk, &mut meanwhile)?,
-                        None => form.read(&mut incoming, chunk, &mut meanwhile)?,
+                        Some(add) => add(&mut incoming, chunk, sending)?,
+                        None => form.read(&mut incoming, chunk, sending)?,
                     }
                     if number < last {
                         sending.pass(chunk);
@@ -114,9 +117,9 @@ pub fn run<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item], way: Way<F:
 }
 
 /// The sending half. It is done in passing, by the thread that receives: a chunk before each that is read, and more while
-/// there is nothing to read, so that what is under way stays in the cache. From the moment on that the network takes none of
-/// a chunk, a thread of its own does it.
-struct Sending<'scope, 'a, 'f, F: Form> {
+/// there is nothing to read, so that what is under way stays in the cache. From the moment on that the receiver does not
+/// want it yet, or that nothing can be read either, a thread of its own does it.
+struct Sending<'scope, 'env, 'a, 'f, F: Form> {
     form: &'f F,
     outgoing: Option<Outgoing<'f>>,
     queue: VecDeque<&'a mut [F::Item]>,
@@ -127,6 +130,7 @@ struct Sending<'scope, 'a, 'f, F: Form> {
     apart: Option<Apart<'scope, 'a, F::Item>>,
     /// Why nothing more is sent.
     failure: Option<Error>,
+    scope: &'scope thread::Scope<'scope, 'env>,
 }
 
 /// Sending in a thread of its own.
@@ -136,7 +140,7 @@ struct Apart<'scope, 'a, T> {
     thread: thread::ScopedJoinHandle<'scope, Result<()>>,
 }
 
-impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
+impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, '_, 'a, 'f, F> {
     fn pass(&mut self, chunk: &'a mut [F::Item]) {
         match &self.apart {
             // The thread may have failed and be gone; its own error says why.
@@ -145,8 +149,8 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
         }
     }
 
-    /// Sends what goes of the next chunk without waiting; whether it was any of it. If it was not, a thread does the rest.
-    fn advance(&mut self, scope: &'scope thread::Scope<'scope, '_>) -> bool {
+    /// Sends what goes of the next chunk without waiting; whether it was any of it.
+    fn send_some(&mut self) -> bool {
         let (Some(outgoing), Some(chunk)) = (&mut self.outgoing, self.queue.front()) else { return false };
         let bytes = self.form.view(chunk);
         let written = match bytes {
@@ -156,13 +160,15 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
         match written {
             Ok(count) => {
                 self.from += count;
-                if bytes.is_some_and(|bytes| self.from == bytes.len()) && !outgoing.holds_back() {
+                let whole = bytes.is_some_and(|bytes| self.from == bytes.len()) && !outgoing.holds_back();
+                if whole {
                     self.from = 0;
                     self.sent.extend(self.queue.pop_front());
-                } else if count == 0 || outgoing.holds_back() {
-                    self.part_ways(scope);
+                } else if count == 0 && !outgoing.holds_back() {
+                    // It has waited as long as it may for the receiver, or for others on the stream.
+                    self.part_ways();
                 }
-                count > 0
+                whole || count > 0
             }
             Err(failure) => {
                 self.failure = Some(failure);
@@ -173,7 +179,7 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
         }
     }
 
-    fn part_ways(&mut self, scope: &'scope thread::Scope<'scope, '_>) {
+    fn part_ways(&mut self) {
         let Some(mut outgoing) = self.outgoing.take() else { return };
         let (queue, chunks) = mpsc::channel::<&'a mut [F::Item]>();
         let (done, sent) = mpsc::channel();
@@ -181,7 +187,7 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
             queue.send(chunk).expect("the other end is here");
         }
         let (form, mut from) = (self.form, std::mem::take(&mut self.from));
-        let thread = scope.spawn(move || {
+        let thread = self.scope.spawn(move || {
             for chunk in chunks {
                 send(form, &mut outgoing, chunk, std::mem::take(&mut from))?;
                 // Nobody takes it back in the last turn.
@@ -192,8 +198,11 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
         self.apart = Some(Apart { queue, sent, thread });
     }
 
-    fn take_back(&mut self, scope: &'scope thread::Scope<'scope, '_>) -> Option<&'a mut [F::Item]> {
-        while self.sent.is_empty() && self.advance(scope) {}
+    fn take_back(&mut self) -> Option<&'a mut [F::Item]> {
+        while self.sent.is_empty() && self.advance() {}
+        if self.sent.is_empty() {
+            self.part();
+        }
         match (self.sent.pop_front(), &self.apart) {
             (Some(chunk), _) => Some(chunk),
             (None, Some(apart)) => apart.sent.recv().ok(),
@@ -226,6 +235,18 @@ impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Sending<'scope, 'a, 'f, F> {
     }
 }
 
+impl<'scope, 'a: 'scope, 'f: 'scope, F: Form> Meanwhile for Sending<'scope, '_, 'a, 'f, F> {
+    fn advance(&mut self) -> bool {
+        self.send_some()
+    }
+
+    fn part(&mut self) {
+        if !self.queue.is_empty() {
+            self.part_ways();
+        }
+    }
+}
+
 /// Sends what is left of a chunk, waiting as long as it takes.
 fn send<F: Form>(form: &F, outgoing: &mut Outgoing, chunk: &[F::Item], from: usize) -> Result<()> {
     outgoing.flush()?;
@@ -235,14 +256,25 @@ fn send<F: Form>(form: &F, outgoing: &mut Outgoing, chunk: &[F::Item], from: usi
     }
 }
 
+/// The least that is passed on at once. Where slices are about even every link is busy all the time, whatever they are cut
+/// into. A slice that is larger than the others keeps all links busy only in chunks, and where links are slow chunks are what
+/// hides their latency.
+fn chunk_bytes_min(group: &Group) -> usize {
+    let lengths = || group.slices.iter().map(ExactSizeIterator::len);
+    let even = lengths().max().unwrap_or(0) * group.size() <= EVEN_RATIO_MAX * lengths().sum::<usize>();
+    let slow = group.fabric.tree_bytes_max() < TREE_BYTES_MAX;
+    if even && !slow { CHUNK_BYTES } else { CHUNK_BYTES_MIN }
+}
+
 /// The chunks of each slice.
 fn cut<'a, T>(group: &Group, buffer: &'a mut [T], item_bytes: usize) -> Vec<Option<Vec<&'a mut [T]>>> {
+    let bytes_min = chunk_bytes_min(group);
     let mut rest = buffer;
     let mut begin = 0;
     let mut slices = Vec::with_capacity(group.size());
     for slice in group.slices {
         let (here, after) = rest.split_at_mut(slice.end - begin);
-        let bytes = (slice.len() * item_bytes / CHUNKS_A_SLICE).clamp(CHUNK_BYTES_MIN, CHUNK_BYTES_MAX);
+        let bytes = (slice.len() * item_bytes / CHUNKS_A_SLICE).clamp(bytes_min, CHUNK_BYTES);
         slices.push(Some(here[slice.start - begin..].chunks_mut(bytes / item_bytes).collect()));
         begin = slice.end;
         rest = after;

@@ -6,6 +6,7 @@ use std::ops::Range;
 use super::form::{self, AsF32, Form};
 use super::{Group, Part};
 use crate::error::Result;
+use crate::link::Nothing;
 
 /// One edge of the tree: a place, and the run of places at and below it.
 struct Edge {
@@ -50,7 +51,7 @@ pub fn reduce(group: &Group, buffer: &mut [f32]) -> Result<()> {
     let all = 0..group.size();
     for child in children(group) {
         receive::<AsF32>(group, child.place, &all, Part::Up, buffer, |incoming, items| {
-            form::add(incoming, items, &mut || false)
+            form::add(incoming, items, &mut Nothing)
         })?;
     }
     match parent(group) {
@@ -63,7 +64,7 @@ pub fn reduce(group: &Group, buffer: &mut [f32]) -> Result<()> {
 pub fn gather<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item]) -> Result<()> {
     for child in children(group) {
         receive::<F>(group, child.place, &child.below, Part::Up, buffer, |incoming, items| {
-            form.read(incoming, items, &mut || false)
+            form.read(incoming, items, &mut Nothing)
         })?;
     }
     match parent(group) {
@@ -77,7 +78,7 @@ pub fn broadcast<F: Form>(group: &Group, form: &F, buffer: &mut [F::Item]) -> Re
     let all = 0..group.size();
     if let Some(parent) = parent(group) {
         receive::<F>(group, parent.place, &all, Part::Down, buffer, |incoming, items| {
-            form.read(incoming, items, &mut || false)
+            form.read(incoming, items, &mut Nothing)
         })?;
     }
     // The farthest first: it has the most below it.
@@ -89,7 +90,7 @@ pub fn scatter(group: &Group, buffer: &mut [f32]) -> Result<()> {
     if let Some(parent) = parent(group) {
         let (place, below) = (parent.place, &parent.below);
         receive::<AsF32>(group, place, below, Part::Down, buffer, |incoming, items| {
-            AsF32.read(incoming, items, &mut || false)
+            AsF32.read(incoming, items, &mut Nothing)
         })?;
     }
     children(group)

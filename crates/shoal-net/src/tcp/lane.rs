@@ -10,6 +10,7 @@ use std::io;
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
+use super::spin::{Leisure, Spins};
 use super::stream::{Reading, is_tick};
 use crate::fabric::Tag;
 use crate::link::Meanwhile;
@@ -25,11 +26,14 @@ struct State {
     source: Option<Source>,
     /// A frame whose receiver has not come yet; its payload is next on the source.
     head: Option<Header>,
+    /// Threads that wait for the lane to change: without any there is nobody to wake, which would be a call of the system.
+    waiting: usize,
 }
 
 /// The connection, with what has been read of the next header.
 pub struct Source {
     pub reading: Reading,
+    pub spins: Spins,
     header: [u8; HEADER_BYTES],
     filled: usize,
 }
@@ -44,9 +48,12 @@ pub enum Trouble {
 }
 
 impl Lane {
-    pub fn new(reading: Reading) -> Lane {
-        let source = Source { reading, header: [0; HEADER_BYTES], filled: 0 };
-        Lane { state: Mutex::new(State { source: Some(source), head: None }), changed: Condvar::new() }
+    pub fn new(reading: Reading, leisure: &Leisure) -> Lane {
+        let source = Source { reading, spins: Spins::new(leisure), header: [0; HEADER_BYTES], filled: 0 };
+        Lane {
+            state: Mutex::new(State { source: Some(source), head: None, waiting: 0 }),
+            changed: Condvar::new(),
+        }
     }
 
     /// Waits for the next frame of a message on this lane; its payload is read from the source, which must be given
@@ -57,7 +64,7 @@ impl Lane {
         tick: Duration,
         mut go_on: impl FnMut() -> bool,
         expected: impl Fn(&Header) -> Result<(), Violation>,
-        meanwhile: Meanwhile,
+        meanwhile: &mut dyn Meanwhile,
     ) -> Result<(Header, Source), Trouble> {
         // What is done meanwhile is done without the lane, which may change then: nobody waits without another look.
         let mut idle = false;
@@ -94,20 +101,28 @@ impl Lane {
                     }
                     if !idle {
                         drop(state);
-                        idle = !meanwhile();
+                        idle = !meanwhile.advance();
+                        if idle {
+                            meanwhile.part();
+                        }
                         state = self.state.lock().expect("nobody panics with a lane");
                         continue;
                     }
                     idle = false;
+                    state.waiting += 1;
                     state = self.changed.wait_timeout(state, tick).expect("nobody panics with a lane").0;
+                    state.waiting -= 1;
                 }
             }
         }
     }
 
     pub fn give_back(&self, source: Source) {
-        self.state.lock().expect("nobody panics with a lane").source = Some(source);
-        self.changed.notify_all();
+        let mut state = self.state.lock().expect("nobody panics with a lane");
+        state.source = Some(source);
+        if state.waiting > 0 {
+            self.changed.notify_all();
+        }
     }
 }
 
@@ -115,11 +130,11 @@ impl Source {
     fn next_header(
         &mut self,
         go_on: &mut impl FnMut() -> bool,
-        meanwhile: Meanwhile,
+        meanwhile: &mut dyn Meanwhile,
     ) -> Result<Header, Trouble> {
         while self.filled < HEADER_BYTES {
-            self.filled +=
-                read_meanwhile(&mut self.reading, &mut self.header[self.filled..], go_on, meanwhile)?;
+            let into = &mut self.header[self.filled..];
+            self.filled += read_meanwhile(&mut self.reading, &self.spins, into, go_on, meanwhile)?;
         }
         self.filled = 0;
         Header::decode(&self.header).map_err(Trouble::Violation)
@@ -129,16 +144,24 @@ impl Source {
 /// At least one byte, waited for as long as `go_on` says, once there is nothing to do meanwhile.
 pub fn read_meanwhile(
     reading: &mut Reading,
+    spins: &Spins,
     into: &mut [u8],
     go_on: &mut impl FnMut() -> bool,
-    meanwhile: Meanwhile,
+    meanwhile: &mut dyn Meanwhile,
 ) -> Result<usize, Trouble> {
+    let mut spin = spins.begin();
     loop {
         match reading.read_now(into) {
             Ok(0) => return Err(Trouble::Closed("its connection was closed".to_owned())),
-            Ok(count) => return Ok(count),
-            Err(error) if is_tick(&error) && meanwhile() => {}
-            Err(error) if is_tick(&error) => return read_some(reading, into, go_on),
+            Ok(count) => {
+                spin.found();
+                return Ok(count);
+            }
+            Err(error) if is_tick(&error) && (meanwhile.advance() || spin.again()) => {}
+            Err(error) if is_tick(&error) => {
+                meanwhile.part();
+                return read_some(reading, into, go_on);
+            }
             Err(error) => return Err(Trouble::Closed(closed(&error))),
         }
     }

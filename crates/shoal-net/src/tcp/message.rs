@@ -100,7 +100,7 @@ impl OutgoingEnd for TcpOutgoing<'_> {
         }
         loop {
             let (part, after) = rest.split_at(rest.len().min(self.part_bytes(way)));
-            self.put(way, part)?;
+            self.put(way, part, after.is_empty())?;
             self.offset += part.len() as u64;
             rest = after;
             if rest.is_empty() {
@@ -237,7 +237,7 @@ impl TcpOutgoing<'_> {
         most.min(self.peer.control.quantum_bytes())
     }
 
-    fn put(&mut self, way: Kind, part: &[u8]) -> Result<()> {
+    fn put(&mut self, way: Kind, part: &[u8], last: bool) -> Result<()> {
         let header = Header {
             kind: way,
             tag: self.tag,
@@ -250,7 +250,7 @@ impl TcpOutgoing<'_> {
         }
         let (peer, until) = (self.peer, self.until);
         let sink = &peer.data[stream_of(self.tag, self.offset, peer.data.len())];
-        let sent = sink.put(&header, part, &mut self.progress, || peer.worth_waiting(until));
+        let sent = sink.put(&header, part, &mut self.progress, last, || peer.worth_waiting(until));
         sent.map_err(|error| self.unsent(error))
     }
 
@@ -265,13 +265,18 @@ impl TcpOutgoing<'_> {
             } else {
                 ANNOUNCE_AFTER
             };
+        // Looking again is done without the desk, which may change then: nobody waits without another look.
+        let (mut spin, mut spun) = (peer.spins.begin(), false);
         let mut desk = peer.desk();
         loop {
             peer.fate.check()?;
             match desk.begin(self.tag, self.length, self.announced) {
                 _ if desk.left => return Err(peer.has_left(self.tag)),
                 Leave::Eager => return Ok(Some(Kind::Eager)),
-                Leave::Data => return Ok(Some(Kind::Data)),
+                Leave::Data => {
+                    spin.found();
+                    return Ok(Some(Kind::Data));
+                }
                 Leave::OtherLength(wanted) => {
                     drop(desk);
                     let refusal = Header::about(Kind::Refuse, self.tag, self.length);
@@ -289,6 +294,12 @@ impl TcpOutgoing<'_> {
                 peer.tell(&Header::about(Kind::Announce, self.tag, self.length), &[], &mut self.progress)?;
                 self.announced = true;
                 announce_at = now + ANNOUNCE_AFTER;
+                desk = peer.desk();
+                continue;
+            }
+            if !spun {
+                drop(desk);
+                spun = !spin.again();
                 desk = peer.desk();
                 continue;
             }
@@ -333,7 +344,7 @@ enum Receiving {
 }
 
 impl IncomingEnd for TcpIncoming<'_> {
-    fn read(&mut self, into: &mut [u8], meanwhile: Meanwhile) -> Result<()> {
+    fn read(&mut self, into: &mut [u8], meanwhile: &mut dyn Meanwhile) -> Result<()> {
         let mut filled = 0;
         loop {
             filled += self.read_part(&mut into[filled..], meanwhile)?;
@@ -343,7 +354,12 @@ impl IncomingEnd for TcpIncoming<'_> {
         }
     }
 
-    fn read_with(&mut self, length: usize, each: &mut dyn FnMut(&[u8]), meanwhile: Meanwhile) -> Result<()> {
+    fn read_with(
+        &mut self,
+        length: usize,
+        each: &mut dyn FnMut(&[u8]),
+        meanwhile: &mut dyn Meanwhile,
+    ) -> Result<()> {
         let mut scratch = std::mem::take(&mut self.scratch);
         scratch.resize(SCRATCH_BYTES.min(length.max(scratch.len())), 0);
         let mut left = length;
@@ -362,7 +378,7 @@ impl IncomingEnd for TcpIncoming<'_> {
 
 impl TcpIncoming<'_> {
     /// Some of the next bytes; none only of an empty message.
-    fn read_part(&mut self, into: &mut [u8], meanwhile: Meanwhile) -> Result<usize> {
+    fn read_part(&mut self, into: &mut [u8], meanwhile: &mut dyn Meanwhile) -> Result<usize> {
         loop {
             match &mut self.state {
                 Receiving::Unknown => self.look(meanwhile)?,
@@ -385,6 +401,7 @@ impl TcpIncoming<'_> {
                         0 => Ok(0),
                         _ => read_meanwhile(
                             &mut source.reading,
+                            &source.spins,
                             &mut into[..most],
                             &mut || peer.worth_waiting(until).is_ok(),
                             meanwhile,
@@ -410,16 +427,17 @@ impl TcpIncoming<'_> {
     }
 
     /// Finds out how the message comes.
-    fn look(&mut self, meanwhile: Meanwhile) -> Result<()> {
+    fn look(&mut self, meanwhile: &mut dyn Meanwhile) -> Result<()> {
         let peer = self.peer;
         // What is done meanwhile is done without the desk, which may change then: nobody waits without another look.
-        let mut idle = false;
+        let (mut spin, mut idle) = (peer.spins.begin(), false);
         let mut desk = peer.desk();
         loop {
             peer.fate.check()?;
             let (arrival, word) = desk.look(self.tag);
             match arrival {
                 Arrival::Piece(bytes) => {
+                    spin.found();
                     self.state = Receiving::Piece { bytes, used: 0 };
                     return Ok(());
                 }
@@ -434,7 +452,10 @@ impl TcpIncoming<'_> {
             }
             if !idle {
                 drop(desk);
-                idle = !meanwhile();
+                idle = !meanwhile.advance() && !spin.again();
+                if idle {
+                    meanwhile.part();
+                }
                 desk = peer.desk();
                 continue;
             }
@@ -447,7 +468,7 @@ impl TcpIncoming<'_> {
         }
     }
 
-    fn next_frame(&mut self, meanwhile: Meanwhile) -> Result<()> {
+    fn next_frame(&mut self, meanwhile: &mut dyn Meanwhile) -> Result<()> {
         let (peer, tag, until) = (self.peer, self.tag, self.until);
         let lane = stream_of(tag, self.offset, peer.lanes.len());
         let go_on = || peer.worth_waiting(until).is_ok() && peer.desk().other_length(tag).is_none();

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use super::join::{Connections, TICK_MAX};
 use super::lane::{Lane, Trouble, closed, read_some};
 use super::sink::Sink;
+use super::spin::{Leisure, Spins};
 use super::stream::Reading;
 use crate::desk::{Desk, Heard};
 use crate::error::{Error, Result};
@@ -29,6 +30,8 @@ pub struct Peer {
     pub fate: Arc<Fate>,
     desk: Mutex<Desk>,
     pub changed: Condvar,
+    /// Of those who wait for the desk to change.
+    pub spins: Spins,
     pub control: Sink,
     pub data: Vec<Sink>,
     pub lanes: Vec<Lane>,
@@ -47,6 +50,7 @@ impl Peer {
         names: Vec<String>,
         fate: Arc<Fate>,
         pacer: Option<Arc<Pacer>>,
+        leisure: &Leisure,
         settings: &Settings,
     ) -> Result<(Arc<Peer>, Vec<JoinHandle<()>>)> {
         let rank = connections.peer;
@@ -70,9 +74,10 @@ impl Peer {
             fate: fate.clone(),
             desk: Mutex::default(),
             changed: Condvar::new(),
+            spins: Spins::new(leisure),
             control,
             data,
-            lanes: incoming.map(Lane::new).collect(),
+            lanes: incoming.map(|reading| Lane::new(reading, leisure)).collect(),
             closing: AtomicBool::new(false),
             pulse: Default::default(),
             deadline: settings.deadline,
@@ -176,7 +181,7 @@ impl Peer {
     /// Sends a control frame for a thread that sends or receives.
     pub fn tell(&self, header: &Header, payload: &[u8], progress: &mut Progress) -> Result<()> {
         let until = Instant::now() + self.deadline;
-        let sent = self.control.put(header, payload, progress, || self.worth_waiting(until));
+        let sent = self.control.put(header, payload, progress, true, || self.worth_waiting(until));
         sent.map_err(|error| self.verdict(header.tag, closed(&error)))
     }
 
@@ -205,7 +210,7 @@ impl Peer {
                 false => self.worth_waiting(until),
             };
             // If it cannot be sent the reader of this peer finds out why.
-            let _ = self.control.put(&header, &payload, &mut Progress::default(), go_on);
+            let _ = self.control.put(&header, &payload, &mut Progress::default(), true, go_on);
             if last.is_some() {
                 self.control.close();
                 self.data.iter().for_each(Sink::close);

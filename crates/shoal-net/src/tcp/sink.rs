@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use super::join::TICK_MAX;
 use super::stream::Writing;
-use crate::pace::{Pacer, Progress, sleep_until};
+use crate::pace::{Pacer, Progress, sleep_until_about};
 use crate::wire::Header;
 
 pub struct Sink {
@@ -24,8 +24,14 @@ pub struct Sink {
 
 /// Where the connection lies while nobody writes.
 struct Slot {
-    writing: Mutex<Option<Writing>>,
+    place: Mutex<Place>,
     changed: Condvar,
+}
+
+struct Place {
+    writing: Option<Writing>,
+    /// Threads that wait for it: without any there is nobody to wake, which would be a call of the system.
+    waiting: usize,
 }
 
 impl Slot {
@@ -39,22 +45,27 @@ impl Slot {
     }
 
     fn take_until(&self, until: Instant) -> Option<Writing> {
-        let mut writing = self.writing.lock().expect("no writer panics");
+        let mut place = self.place.lock().expect("no writer panics");
         loop {
-            if let Some(writing) = writing.take() {
+            if let Some(writing) = place.writing.take() {
                 return Some(writing);
             }
             let wait = until.saturating_duration_since(Instant::now());
             if wait.is_zero() {
                 return None;
             }
-            writing = self.changed.wait_timeout(writing, wait).expect("no writer panics").0;
+            place.waiting += 1;
+            place = self.changed.wait_timeout(place, wait).expect("no writer panics").0;
+            place.waiting -= 1;
         }
     }
 
     fn give_back(&self, writing: Writing) {
-        *self.writing.lock().expect("no writer panics") = Some(writing);
-        self.changed.notify_one();
+        let mut place = self.place.lock().expect("no writer panics");
+        place.writing = Some(writing);
+        if place.waiting > 0 {
+            self.changed.notify_one();
+        }
     }
 
     fn write(
@@ -72,6 +83,8 @@ impl Slot {
 
 struct Delayed {
     due: Instant,
+    /// More of the same write follows.
+    ahead: bool,
     header: Header,
     payload: Vec<u8>,
 }
@@ -84,7 +97,10 @@ impl Sink {
         go_on: impl Fn() -> io::Result<()> + Send + 'static,
     ) -> io::Result<(Sink, Option<JoinHandle<()>>)> {
         let socket = writing.socket().try_clone()?;
-        let slot = Arc::new(Slot { writing: Mutex::new(Some(writing)), changed: Condvar::new() });
+        let slot = Arc::new(Slot {
+            place: Mutex::new(Place { writing: Some(writing), waiting: 0 }),
+            changed: Condvar::new(),
+        });
         let delayed = pacer.as_ref().is_some_and(|pacer| pacer.delays());
         let mut sink = Sink { slot: slot.clone(), socket, pacer, under_way: Mutex::new(None), delayed };
         if !delayed {
@@ -95,7 +111,7 @@ impl Sink {
         let socket = sink.socket.try_clone()?;
         let thread = thread::Builder::new().name("shoal-net delay".to_owned()).spawn(move || {
             for frame in receiver {
-                sleep_until(frame.due);
+                sleep_until_about(frame.due, frame.ahead);
                 if slot.write(&frame.header, &frame.payload, &go_on).is_err() {
                     // Whoever reads from this peer finds out what became of it.
                     return;
@@ -121,34 +137,35 @@ impl Sink {
         self.pacer.as_ref().map_or(usize::MAX, |pacer| pacer.quantum_bytes())
     }
 
-    /// Writes one frame whole. `go_on` is asked while the peer takes nothing.
+    /// Writes one frame whole, the `last` of what its sender has for now or one of several. `go_on` is asked while the peer takes nothing.
     pub fn put(
         &self,
         header: &Header,
         payload: &[u8],
         progress: &mut Progress,
+        last: bool,
         go_on: impl FnMut() -> io::Result<()>,
     ) -> io::Result<()> {
         let Some(pacer) = &self.pacer else {
             return self.slot.write(header, payload, go_on);
         };
         if !self.delayed {
-            let (through, _) = pacer.take(progress, payload.len());
-            sleep_until(through);
+            pacer.take(progress, payload.len(), last).wait();
             return self.slot.write(header, payload, go_on);
         }
         let payload = payload.to_vec();
-        let through = {
+        let turn = {
             // Frames are lined up under the lock, so that they stand in the order of their times.
             let under_way = self.under_way.lock().expect("nobody panics with it");
-            let (through, due) = pacer.take(progress, payload.len());
-            let sent = under_way.as_ref().map(|line| line.send(Delayed { due, header: *header, payload }));
+            let turn = pacer.take(progress, payload.len(), last);
+            let delayed = Delayed { due: turn.arrives, ahead: !last, header: *header, payload };
+            let sent = under_way.as_ref().map(|line| line.send(delayed));
             if !matches!(sent, Some(Ok(()))) {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
-            through
+            turn
         };
-        sleep_until(through);
+        turn.wait();
         Ok(())
     }
 

@@ -24,11 +24,8 @@ impl Reading {
         match self {
             Reading::Plain(socket) => socket.read(into),
             Reading::Tls(tls, socket) => loop {
-                match tls.reader().read(into) {
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                    // An end without its notice is an end too: whether it is in order is for frames to say.
-                    Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(0),
-                    other => return other,
+                if let Some(opened) = read_opened(tls, into) {
+                    return opened;
                 }
                 tls.read_tls(socket)?;
                 tls.process_new_packets()
@@ -41,7 +38,10 @@ impl Reading {
     pub fn read_now(&mut self, into: &mut [u8]) -> io::Result<usize> {
         match self {
             Reading::Plain(socket) => Ok(net::recv(socket, into, RecvFlags::DONTWAIT)?.0),
-            Reading::Tls(_, socket) => {
+            Reading::Tls(tls, socket) => {
+                if let Some(opened) = read_opened(tls, into) {
+                    return opened;
+                }
                 socket.get_ref().set_nonblocking(true)?;
                 let result = self.read(into);
                 let Reading::Tls(_, socket) = self else { unreachable!("it is TLS") };
@@ -75,6 +75,16 @@ impl Reading {
             }
         }
         Ok(())
+    }
+}
+
+/// What has been opened already, if there is any.
+fn read_opened(tls: &mut ServerConnection, into: &mut [u8]) -> Option<io::Result<usize>> {
+    match tls.reader().read(into) {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
+        // An end without its notice is an end too: whether it is in order is for frames to say.
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Some(Ok(0)),
+        other => Some(other),
     }
 }
 
