@@ -1,12 +1,11 @@
 //! `cargo xtask gpu-bundle`: everything a GPU machine needs to run the tests, in one folder. Such machines
 //! often have neither Rust nor a network, so the binaries are built here, stripped, and run as they are.
 
-use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::root;
+use crate::{cargo_command, root};
 
 /// The most a bundle may weigh: it travels often.
 const BYTES_MAX: u64 = 64 << 20;
@@ -123,12 +122,8 @@ pub fn build() -> Result<(), String> {
 
 /// Builds, and finds the one executable in what cargo reports.
 fn executable(arguments: &[&str]) -> Result<PathBuf, String> {
-    eprintln!("$ cargo {}", arguments.join(" "));
-    let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let output = Command::new(cargo)
-        .args(arguments)
+    let output = cargo_command(arguments)
         .arg("--message-format=json-render-diagnostics")
-        .current_dir(root())
         .stderr(std::process::Stdio::inherit())
         .output()
         .map_err(|error| format!("cargo {}: {error}", arguments.join(" ")))?;

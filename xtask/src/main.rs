@@ -61,11 +61,22 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
+/// Cargo in the workspace, as if it were called by hand: what the one that runs this has said of xtask would have build scripts
+/// that look at it run again, and all that stands on them built anew, whenever one calls cargo by hand in between.
+fn cargo_command(arguments: &[&str]) -> Command {
+    eprintln!("$ cargo {}", arguments.join(" "));
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    let of_xtask = |name: &str| name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_");
+    for (name, _) in env::vars_os().filter(|(name, _)| name.to_str().is_some_and(of_xtask)) {
+        command.env_remove(name);
+    }
+    command.args(arguments).current_dir(root());
+    command
+}
+
 /// Runs cargo in the workspace; an error names the command.
 fn cargo(arguments: &[&str]) -> Result<(), String> {
-    eprintln!("$ cargo {}", arguments.join(" "));
-    let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo).args(arguments).current_dir(root()).status();
+    let status = cargo_command(arguments).status();
     match status {
         Ok(status) if status.success() => Ok(()),
         Ok(status) => Err(format!("cargo {}: {status}", arguments.join(" "))),

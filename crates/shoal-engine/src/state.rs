@@ -222,6 +222,12 @@ fn message_room(device: &dyn Device) -> Result<Arc<Arena>> {
 }
 
 impl Tiers {
+    /// A device, what keeps its host's memory, and a folder on its disk.
+    pub fn new(device: Arc<dyn Device>, host: Arc<CpuDevice>, disk: &Path) -> Result<Tiers> {
+        let messages = message_room(&*device)?;
+        Ok(Tiers { device, host, disk: disk.into(), messages })
+    }
+
     /// A device whose state is all in its own memory needs no other; what is asked of them is refused.
     pub fn only(device: Arc<dyn Device>) -> Result<Tiers> {
         Tiers::with_room(device, 0)
@@ -231,8 +237,7 @@ impl Tiers {
     pub fn with_room(device: Arc<dyn Device>, host_bytes: u64) -> Result<Tiers> {
         let arena = Arena::new("host", host_bytes + CpuDevice::workspace_bytes(1))?;
         let host = Arc::new(CpuDevice::with_arena(arena, 1)?);
-        let messages = message_room(&*device)?;
-        Ok(Tiers { device, host, disk: Path::new("").into(), messages })
+        Tiers::new(device, host, Path::new(""))
     }
 
     /// A device with so many bytes of its host's memory, which so many of the host's threads take care of, and a folder on
@@ -246,8 +251,7 @@ impl Tiers {
     ) -> Result<Tiers> {
         let arena = device.host_arena(host, host_bytes + CpuDevice::workspace_bytes(threads))?;
         let host = Arc::new(CpuDevice::with_arena(arena, threads)?);
-        let messages = message_room(&*device)?;
-        Ok(Tiers { device, host, disk: disk.into(), messages })
+        Tiers::new(device, host, disk)
     }
 
     /// Copies some elements from host memory to the device's own, from element `first` on.

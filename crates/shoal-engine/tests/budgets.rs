@@ -101,6 +101,7 @@ impl Case {
             },
             precision: self.pick(11, precisions),
             optimizer_states: 2,
+            gradients: Default::default(),
         }
     }
 }

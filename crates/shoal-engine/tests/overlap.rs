@@ -61,11 +61,9 @@ impl Member {
         host_bytes: u64,
     ) -> Member {
         let (index, budget) = (program.device, forecast_in(program, layout).total());
-        let tiers = Tiers {
-            device: Arc::new(CpuDevice::new(&format!("device {index}"), 1, budget).unwrap()),
-            host: Arc::new(CpuDevice::new(&format!("host of device {index}"), 1, host_bytes).unwrap()),
-            disk: disk.into(),
-        };
+        let device = Arc::new(CpuDevice::new(&format!("device {index}"), 1, budget).unwrap());
+        let host = CpuDevice::new(&format!("host of device {index}"), 1, host_bytes).unwrap();
+        let tiers = Tiers::new(device, Arc::new(host), disk).unwrap();
         let mut state = ModelState::allocate_share(&tiers, layout, index, Some(&optimizer())).unwrap();
         state.load(&tiers, layout.chain, &[], 0, |spec, _, out| fill(spec, out)).unwrap();
         let (chain, sequence) = (layout.chain.clone(), layout.plan.sequence);

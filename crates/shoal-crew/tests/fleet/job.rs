@@ -123,11 +123,8 @@ pub fn assemble(
     let host = CpuDevice::new("host", 1, 64 << 20)?;
     let disk = description.folder.join("disk");
     std::fs::create_dir_all(&disk)?;
-    let tiers = Tiers {
-        device: Arc::new(CpuDevice::new("cpu", 1, description.device_bytes)?),
-        host: Arc::new(host),
-        disk: disk.into(),
-    };
+    let device = Arc::new(CpuDevice::new("cpu", 1, description.device_bytes)?);
+    let tiers = Tiers::new(device, Arc::new(host), &disk)?;
     let slow = description.slow.as_ref().filter(|(slow, _)| slow == worker);
     let times = slow.map_or(1, |(_, times)| *times);
     let lasts = times * Duration::from_micros(description.paced_us);

@@ -290,6 +290,7 @@ pub(super) fn exchange(circle: &Circle, me: usize, own: GroupShare) -> Result<Ve
 mod tests {
     use std::path::Path;
 
+    use shoal_kernels::Device;
     use shoal_kernels::random::fill_normal;
     use shoal_plan::Slice;
 

@@ -101,11 +101,9 @@ fn work(
 ) -> Told {
     let (index, chain, settings) = (program.device, layout.chain, settings(folder, stop_at));
     let predicted = forecast_in(program, layout).total();
-    let tiers = Tiers {
-        device: Arc::new(CpuDevice::new(&format!("device {index}"), 1, predicted).unwrap()),
-        host: Arc::new(CpuDevice::new(&format!("host of device {index}"), 1, HOST_BYTES).unwrap()),
-        disk: folder.into(),
-    };
+    let device = Arc::new(CpuDevice::new(&format!("device {index}"), 1, predicted).unwrap());
+    let host = CpuDevice::new(&format!("host of device {index}"), 1, HOST_BYTES).unwrap();
+    let tiers = Tiers::new(device, Arc::new(host), folder).unwrap();
     let mut state = ModelState::allocate_share(&tiers, layout, index, Some(&settings.optimizer)).unwrap();
     let store = Store::open_existing(&folder.join("checkpoints")).unwrap().with_shard_bytes_max(200_000);
     let checkpoint = store.latest().unwrap().map(|(checkpoint, _)| checkpoint);

@@ -82,11 +82,9 @@ impl Member {
         let (index, budget) = (program.device, forecast_in(program, layout).total());
         // NaN in fresh memory: a read of something nothing wrote shows.
         let arena = Arena::poisoned(&format!("device {index}"), budget).unwrap();
-        let tiers = Tiers {
-            device: Arc::new(CpuDevice::with_arena(arena, 1).unwrap()),
-            host: Arc::new(CpuDevice::new(&format!("host of device {index}"), 1, HOST_BYTES).unwrap()),
-            disk: disk.into(),
-        };
+        let host = CpuDevice::new(&format!("host of device {index}"), 1, HOST_BYTES).unwrap();
+        let device = Arc::new(CpuDevice::with_arena(arena, 1).unwrap());
+        let tiers = Tiers::new(device, Arc::new(host), disk).unwrap();
         let mut state = ModelState::allocate_share(&tiers, layout, index, Some(&case.settings)).unwrap();
         state.load(&tiers, layout.chain, &[], 0, |spec, _, out| fill(spec, out)).unwrap();
         let (chain, sequence) = (layout.chain.clone(), layout.plan.sequence);
