@@ -447,10 +447,10 @@ impl Controller {
         seen.off = off.map(|off| seen.off.map_or(off, |before| before.with(off)));
         let Settings { slow_steps, slow_ms, .. } = self.settings;
         let is_certain = |off: &Off| {
-            // Twice what is known is no shared core's doing for a moment.
-            let (percent, is_far) = (u64::from(off.percent), |a: u64, b: u64| a >= 2 * b);
+            // Twice what is known is no shared core's doing for a moment; one that is faster loses nothing by waiting.
+            let is_far = u64::from(off.percent) >= 2 * known;
             let lasts = now_ms.saturating_sub(off.since_ms) >= slow_ms;
-            off.steps >= slow_steps && (lasts || is_far(percent, known) || is_far(known, percent))
+            off.steps >= slow_steps && (lasts || is_far)
         };
         if let Some(off) = seen.off.filter(is_certain) {
             seen.off = None;

@@ -64,8 +64,13 @@ fn seconds_a_step(folder: &Path, step: Duration, every: u64) -> Result<f64, Engi
 
     let config = presets::preset("gpt2-124m").expect("a preset");
     let (chain, threads) = (Chain::new(&config), 2);
-    let shape =
-        StepShape { global_batch: 1, sequence: SEQUENCE, precision: Precision::Fp32, optimizer_states: 2 };
+    let shape = StepShape {
+        global_batch: 1,
+        sequence: SEQUENCE,
+        precision: Precision::Fp32,
+        optimizer_states: 2,
+        gradients: Default::default(),
+    };
     let budget_bytes = 4 << 30;
     let offer = DeviceOffer {
         name: "cpu:0".into(),

@@ -72,7 +72,13 @@ impl Generator {
         assert_eq!(samples * length, tokens.len());
         let chain = self.executor.chain();
         let precision = Precision::Fp32;
-        let shape = StepShape { global_batch: samples, sequence: length, precision, optimizer_states: 0 };
+        let shape = StepShape {
+            global_batch: samples,
+            sequence: length,
+            precision,
+            optimizer_states: 0,
+            gradients: Default::default(),
+        };
         // One prompt at a time where they are long: memory stays small and nothing is lost.
         let micro_batch = (2048 / length).clamp(1, samples);
         let plan = table(chain, shape, &self.offer, micro_batch, Activations::Keep, false);

@@ -462,7 +462,13 @@ impl Bench<'_> {
     fn shape(&self, rows: &Rows) -> StepShape {
         let optimizer_states = self.optimizer.state_names().len();
         let precision = self.settings.precision;
-        StepShape { global_batch: rows.samples, sequence: rows.sequence, precision, optimizer_states }
+        StepShape {
+            global_batch: rows.samples,
+            sequence: rows.sequence,
+            precision,
+            optimizer_states,
+            gradients: Default::default(),
+        }
     }
 
     /// Trains over the batches in turn; losses and gradient norms of each step.

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use shoal_net::collective;
-use shoal_plan::{Layout, Op, Program};
+use shoal_plan::{GradientWire, Layout, Op, Program};
 
 /// By a program, and by what a plan's workers do together between two of its runs.
 pub fn partners(layout: &Layout, program: &Program) -> BTreeSet<usize> {
@@ -16,6 +16,13 @@ pub fn partners(layout: &Layout, program: &Program) -> BTreeSet<usize> {
             ref op => {
                 let circles = circles(layout, op);
                 partners.extend(circles.iter().flat_map(|members| collective::partners(members, me)));
+                if let Op::Reduce { layer } = *op
+                    && layout.gradient_wire(layer) == GradientWire::Bf16
+                {
+                    // What is rounded goes straight to where it is added up, not around and rounded again.
+                    partners.extend(layout.reduce(layer).into_iter().flat_map(|group| &group.devices));
+                    partners.remove(&me);
+                }
             }
         }
     }

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use shoal_kernels::{Arena, CpuDevice, Device, Element, Mark, Tensor};
+use shoal_kernels::{Arena, CpuDevice, Device, Element, HostBuffer, Mark, Tensor};
 use shoal_model::{Chain, Precision, TensorSpec};
 use shoal_nn::layer::element;
 use shoal_nn::{GradientSum, OptimizerSettings, init};
@@ -205,6 +205,20 @@ pub struct Tiers {
     /// Keeps and updates what lies in host memory.
     pub host: Arc<CpuDevice>,
     pub disk: Arc<Path>,
+    /// Where messages wait: beside every budget, since they are there for moments.
+    messages: Arc<Arena>,
+}
+
+/// Addresses for messages; larger ones have memory of their own.
+const MESSAGES_BYTES: u64 = 64 << 30;
+
+/// The memory of a device's messages.
+fn message_room(device: &dyn Device) -> Result<Arc<Arena>> {
+    match device.host_arena("messages", MESSAGES_BYTES) {
+        Ok(arena) => Ok(arena),
+        // Where so many addresses are not to be had, each message has memory of its own.
+        Err(_) => Ok(Arena::new("messages", 0)?),
+    }
 }
 
 impl Tiers {
@@ -217,7 +231,8 @@ impl Tiers {
     pub fn with_room(device: Arc<dyn Device>, host_bytes: u64) -> Result<Tiers> {
         let arena = Arena::new("host", host_bytes + CpuDevice::workspace_bytes(1))?;
         let host = Arc::new(CpuDevice::with_arena(arena, 1)?);
-        Ok(Tiers { device, host, disk: Path::new("").into() })
+        let messages = message_room(&*device)?;
+        Ok(Tiers { device, host, disk: Path::new("").into(), messages })
     }
 
     /// A device with so many bytes of its host's memory, which so many of the host's threads take care of, and a folder on
@@ -231,7 +246,8 @@ impl Tiers {
     ) -> Result<Tiers> {
         let arena = device.host_arena(host, host_bytes + CpuDevice::workspace_bytes(threads))?;
         let host = Arc::new(CpuDevice::with_arena(arena, threads)?);
-        Ok(Tiers { device, host, disk: disk.into() })
+        let messages = message_room(&*device)?;
+        Ok(Tiers { device, host, disk: disk.into(), messages })
     }
 
     /// Copies some elements from host memory to the device's own, from element `first` on.
@@ -272,6 +288,51 @@ impl Tiers {
             });
         })?;
         Ok(read?)
+    }
+
+    /// Room for a message of so many bytes.
+    pub(crate) fn message(&self, bytes: usize) -> HostBuffer {
+        HostBuffer::new(&self.messages, bytes)
+    }
+
+    /// Copies some elements of a tensor in some memory into a message, from byte `first` on.
+    pub(crate) fn write_message(
+        &self,
+        (tier, after): (Tier, &Mark),
+        from: &Tensor,
+        elements: Range<usize>,
+        message: &mut HostBuffer,
+        first: usize,
+    ) -> Result {
+        if tier == Tier::Device
+            && self.device.copy_to_buffer(after, from, elements.clone(), message, first)?
+        {
+            return Ok(());
+        }
+        let out = &mut message[first..];
+        Ok(self.of(tier).read_bytes(after, from, elements, &mut |at, bytes| {
+            self.host.copy(bytes, &mut out[at..at + bytes.len()]);
+        })?)
+    }
+
+    /// Copies what stands in a message from byte `first` on into some elements of a tensor in some memory.
+    pub(crate) fn read_message(
+        &self,
+        (tier, after): (Tier, &Mark),
+        message: &HostBuffer,
+        first: usize,
+        to: &mut Tensor,
+        elements: Range<usize>,
+    ) -> Result {
+        if tier == Tier::Device
+            && self.device.copy_from_buffer(after, message, first, to, elements.clone())?
+        {
+            return Ok(());
+        }
+        let bytes = &message[first..];
+        Ok(self.of(tier).write_bytes(after, to, elements, &mut |at, out| {
+            self.host.copy(&bytes[at..at + out.len()], out);
+        })?)
     }
 
     /// What keeps memory of a kind.

@@ -27,5 +27,5 @@ pub use curve::{Fit, TimeCurve};
 pub use error::{Error, Result};
 pub use fleet::{Device, Disk, Fleet, Node};
 pub use link::Link;
-pub use profile::{DeviceProfile, LayerProfile, LinkProfile, LinkScope, Profile};
+pub use profile::{Correction, DeviceProfile, LayerProfile, LinkProfile, LinkScope, Profile, Seen};
 pub use trace::{Trace, TraceEvent};

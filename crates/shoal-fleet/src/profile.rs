@@ -1,6 +1,7 @@
 //! What was measured of devices and links, as profile.json keeps it. It says nothing of how many machines there are:
 //! profiles of several machines are merged into one. docs/profile.md describes the file.
 
+mod correct;
 mod merge;
 mod read;
 mod write;
@@ -15,6 +16,7 @@ use crate::curve::TimeCurve;
 use crate::error::Result;
 use crate::link::Link;
 
+pub use correct::{Correction, Seen};
 pub(crate) use write::{rounded, rounded_each, rounded_option, rounded_pairs};
 
 /// Raised when the file's meaning changes.
@@ -114,6 +116,11 @@ impl Profile {
     /// close as two machines of a kind are; if not, the error names what they differ in.
     pub fn merge(self, other: Profile) -> Result<Profile> {
         merge::profiles(self, other)
+    }
+
+    /// The same, held to what layers took in a run, with how far off it was.
+    pub fn corrected(self, precision: Precision, seen: &[Seen]) -> (Profile, Vec<Correction>) {
+        correct::by_what_was_seen(self, precision, seen)
     }
 
     /// What is known of a kind in a precision; what was measured comes before what was estimated.

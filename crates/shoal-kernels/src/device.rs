@@ -24,6 +24,7 @@ pub(crate) use course::Place;
 pub use course::{Mark, Pass, Span, Stamp};
 pub use error::DeviceError;
 
+use crate::buffer::HostBuffer;
 use crate::convolutional::Convolutional;
 use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
@@ -171,6 +172,35 @@ pub trait Device: Convolutional + Send + Sync {
         _elements: Range<usize>,
         _to: &mut Tensor,
         _first: usize,
+    ) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Has the device copy some elements of a tensor of its own to a buffer, from byte `first` on, with no thread of the host
+    /// touching them. When this returns they are there; or it is false, nothing was done, and they go by
+    /// [`Device::read_bytes`].
+    ///
+    /// # Panics
+    /// If there are fewer elements, or bytes; likewise below.
+    fn copy_to_buffer(
+        &self,
+        _after: &Mark,
+        _from: &Tensor,
+        _elements: Range<usize>,
+        _to: &mut HostBuffer,
+        _first: usize,
+    ) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// The same in the other direction: some elements of a tensor of its own, from a buffer's byte `first` on.
+    fn copy_from_buffer(
+        &self,
+        _after: &Mark,
+        _from: &HostBuffer,
+        _first: usize,
+        _to: &mut Tensor,
+        _elements: Range<usize>,
     ) -> Result<bool> {
         Ok(false)
     }

@@ -3,6 +3,7 @@
 //!
 //! - [`memory`]: one arena per device, every byte counted against a budget.
 //! - [`tensor`]: an owned piece of that memory.
+//! - [`buffer`]: host memory for what is on its way.
 //! - [`half`]: how numbers go into elements of two bytes.
 //! - [`device`]: the operations every device offers, fused where that saves a pass over memory.
 //! - [`convolutional`]: those that only convolutional models need.
@@ -11,6 +12,7 @@
 //! - [`cpu`]: those operations on the cores of this machine (AVX-512, AVX2 or plain, found at start).
 //! - [`cuda`]: the same on an NVIDIA GPU, whose libraries are looked for when one is opened.
 
+pub mod buffer;
 pub mod convolutional;
 pub mod cpu;
 pub mod cuda;
@@ -20,6 +22,7 @@ pub mod memory;
 pub mod random;
 pub mod tensor;
 
+pub use buffer::HostBuffer;
 pub use convolutional::{Averages, ColumnNorm, Convolutional, Filters, NormGradients, Window};
 pub use cpu::CpuDevice;
 pub use cuda::CudaDevice;

@@ -7,6 +7,7 @@ use thiserror::Error;
 
 use crate::effects::{Fact, Sum, Value, effects};
 use crate::layout::Layout;
+use crate::parallel;
 use crate::program::{Instruction, Lane, Moved, Op, Pass, Program, Purpose};
 use crate::schedule::{ByArithmetic, Listed, Pace, lists};
 use crate::table::{FORMAT, Order, Plan, Samples, TableError, Tier};
@@ -43,6 +44,9 @@ pub fn compile_in(layout: &Layout, purpose: Purpose, pace: &dyn Pace) -> Result<
     Ok(Ordered::new(layout, purpose, pace)?.link())
 }
 
+/// Instructions of a step whose programs are worth a thread for each core.
+pub(crate) const LARGE_INSTRUCTIONS: usize = 200_000;
+
 /// Programs on their way: what every device does in which order, but not yet what follows what. That is the larger part of
 /// the work, and those who try many tables may know enough before it.
 pub struct Ordered<'a> {
@@ -74,7 +78,12 @@ impl<'a> Ordered<'a> {
             let instructions = Linker::default().link(list, layout, device);
             Program { format: FORMAT, purpose, device, instructions }
         };
-        lists.into_iter().enumerate().map(program).collect()
+        let count: usize = lists.iter().map(Vec::len).sum();
+        let lists = lists.into_iter().enumerate();
+        match count > LARGE_INSTRUCTIONS {
+            true => parallel::map_into(lists.collect(), program),
+            false => lists.map(program).collect(),
+        }
     }
 }
 

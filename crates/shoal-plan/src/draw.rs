@@ -78,6 +78,7 @@ pub fn table(chain: &Chain, step: StepShape, most_devices: usize, draw: &mut Dra
         sequence: step.sequence,
         precision: step.precision,
         optimizer_states: step.optimizer_states,
+        gradients: step.gradients,
         devices: (0..devices).map(|device| device_row(device, draw)).collect(),
         order: draw.of(&orders),
         layers,
@@ -287,7 +288,13 @@ fn convolutional(shape: &str) -> Chain {
 /// A step that any table may be drawn for.
 pub fn step(draw: &mut Draw, sequence: usize) -> StepShape {
     let precision = draw.of(&[Precision::Fp32, Precision::Fp32, Precision::Bf16]);
-    StepShape { global_batch: 1 + draw.below(9), sequence, precision, optimizer_states: 2 }
+    StepShape {
+        global_batch: 1 + draw.below(9),
+        sequence,
+        precision,
+        optimizer_states: 2,
+        gradients: Default::default(),
+    }
 }
 
 /// What is in a table, by name.

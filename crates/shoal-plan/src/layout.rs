@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashSet};
 use shoal_model::{Chain, TensorUse};
 
 use crate::program::{Lane, Pass};
-use crate::table::{Activations, Held, Holder, Order, Plan, Residence, Samples, Slice, Tier};
+use crate::table::{Activations, GradientWire, Held, Holder, Order, Plan, Residence, Samples, Slice, Tier};
 
 /// A micro-batch of a layer and who computes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -243,6 +243,16 @@ impl<'a> Layout<'a> {
     /// Tensors that the layer is the first to use: their gradients are complete after its backward.
     pub fn owned(&self, layer: usize) -> &[usize] {
         &self.layers[layer].owned
+    }
+
+    /// In what a layer's gradients go to where they are added up: statistics that are kept beside the parameters are no
+    /// gradients, and are not rounded.
+    pub fn gradient_wire(&self, layer: usize) -> GradientWire {
+        let is_kept = |tensor: &usize| self.chain.tensors[*tensor].running.is_some();
+        match self.owned(layer).iter().any(is_kept) {
+            true => GradientWire::Fp32,
+            false => self.plan.gradients,
+        }
     }
 
     /// Devices that compute or hold something.

@@ -17,6 +17,7 @@
 //! - [`dispatch`]: which of several jobs a device serves next.
 //! - [`draw`]: random tables, for tests of what must hold for all.
 //! - [`one_device`]: the search for the best table on a single device.
+//! - [`parallel`]: the same work on several things at once.
 
 pub mod compile;
 pub mod difference;
@@ -28,6 +29,7 @@ pub mod layout;
 pub mod meetings;
 pub mod memory;
 pub mod one_device;
+pub mod parallel;
 pub mod parts;
 pub mod program;
 pub mod schedule;
@@ -45,7 +47,7 @@ pub use program::{Instruction, Keep, Lane, Moved, Op, Pass, Program, Purpose};
 pub use schedule::{ByArithmetic, Pace, is_remade};
 pub use standing::{Closing, Disagreement, Standing, Target, agree, meet};
 pub use table::{
-    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Order, Plan, Residence, Samples,
-    Slice, TensorRow, Tier,
+    Activations, Compute, ComputeCopy, DeviceRow, GradientWire, Held, Holder, LayerRow, Order, Plan,
+    Residence, Samples, Slice, TensorRow, Tier,
 };
 pub use verify::{ProgramError, verify, verify_all};

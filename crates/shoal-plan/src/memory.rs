@@ -15,7 +15,9 @@ mod meter;
 use shoal_model::Chain;
 use shoal_model::footprint::{Phase, allocation_bytes, compute_bytes};
 
+use crate::compile::LARGE_INSTRUCTIONS;
 use crate::layout::Layout;
+use crate::parallel;
 use crate::program::{Instruction, Op, Program, Purpose};
 use crate::table::{Held, Holder, Plan, Residence, Tier};
 use course::Course;
@@ -57,6 +59,15 @@ impl MemoryForecast {
 /// Follows the program's values to their highest point.
 pub fn forecast(program: &Program, plan: &Plan, chain: &Chain) -> MemoryForecast {
     forecast_in(program, &Layout::new(plan, chain))
+}
+
+/// Of all programs of a step, in their order.
+pub fn forecasts(programs: &[Program], layout: &Layout) -> Vec<MemoryForecast> {
+    let count: usize = programs.iter().map(|program| program.instructions.len()).sum();
+    match count > LARGE_INSTRUCTIONS {
+        true => parallel::map(programs, |program| forecast_in(program, layout)),
+        false => programs.iter().map(|program| forecast_in(program, layout)).collect(),
+    }
 }
 
 /// The same, where the layout is at hand.

@@ -9,8 +9,8 @@ use crate::compile::{CompileError, compile, splits_groups};
 use crate::memory::{MemoryForecast, forecast};
 use crate::program::{Program, Purpose};
 use crate::table::{
-    Activations, Compute, ComputeCopy, DeviceRow, FORMAT, Held, Holder, LayerRow, Order, Plan, Residence,
-    Samples, TensorRow,
+    Activations, Compute, ComputeCopy, DeviceRow, FORMAT, GradientWire, Held, Holder, LayerRow, Order, Plan,
+    Residence, Samples, TensorRow,
 };
 
 /// The device to plan for.
@@ -33,13 +33,14 @@ pub struct Preferences {
 }
 
 /// The step to plan.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepShape {
     pub global_batch: usize,
     pub sequence: usize,
     pub precision: Precision,
     /// State tensors the optimizer keeps per parameter tensor.
     pub optimizer_states: usize,
+    pub gradients: GradientWire,
 }
 
 #[derive(Debug, Error)]
@@ -149,7 +150,7 @@ pub fn table(
     activations: Activations,
     layer_first: bool,
 ) -> Plan {
-    let StepShape { global_batch, sequence, precision, optimizer_states } = step;
+    let StepShape { global_batch, sequence, precision, optimizer_states, gradients } = step;
     let micro_batches: Vec<Samples> = (0..global_batch)
         .step_by(micro_batch)
         .map(|start| Samples { start, end: (start + micro_batch).min(global_batch) })
@@ -181,6 +182,7 @@ pub fn table(
         sequence,
         precision,
         optimizer_states,
+        gradients,
         devices: vec![DeviceRow {
             name: device.name.clone(),
             budget_bytes: device.budget_bytes,

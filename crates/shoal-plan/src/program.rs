@@ -351,10 +351,9 @@ impl Program {
     /// Places of updates that the next step may begin without: those in a line that nothing in the list comes after.
     pub fn left_behind(&self) -> Vec<usize> {
         let in_line = || self.instructions.iter().enumerate().filter(|(_, next)| next.op.line().is_some());
-        if in_line().next().is_none() {
-            return Vec::new();
-        }
-        let awaited: HashSet<u32> = self.instructions.iter().flat_map(|next| &next.after).copied().collect();
+        let Some(least) = in_line().map(|(_, next)| next.id).min() else { return Vec::new() };
+        let awaited = self.instructions.iter().flat_map(|next| &next.after).filter(|id| **id >= least);
+        let awaited: HashSet<u32> = awaited.copied().collect();
         in_line().filter(|(_, next)| !awaited.contains(&next.id)).map(|(place, _)| place).collect()
     }
 

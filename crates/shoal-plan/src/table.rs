@@ -214,6 +214,29 @@ pub struct DeviceRow {
     pub stash: Option<usize>,
 }
 
+/// In what gradients go to where they are added up; they are added up in fp32 always.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum GradientWire {
+    #[default]
+    Fp32,
+    /// Half the bytes, with the eight bits of each number that count most.
+    Bf16,
+}
+
+impl GradientWire {
+    pub fn bytes(self) -> usize {
+        match self {
+            GradientWire::Fp32 => 4,
+            GradientWire::Bf16 => 2,
+        }
+    }
+
+    fn is_exact(&self) -> bool {
+        *self == GradientWire::Fp32
+    }
+}
+
 /// The table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -225,6 +248,8 @@ pub struct Plan {
     pub precision: Precision,
     /// State tensors the optimizer keeps per parameter tensor.
     pub optimizer_states: usize,
+    #[serde(default, skip_serializing_if = "GradientWire::is_exact")]
+    pub gradients: GradientWire,
     pub devices: Vec<DeviceRow>,
     pub order: Order,
     pub layers: Vec<LayerRow>,

@@ -6,9 +6,9 @@ use std::sync::{Mutex, PoisonError};
 use serde::Serialize;
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
-use shoal_plan::memory::{MemoryForecast, forecast_in};
+use shoal_plan::memory::{MemoryForecast, forecasts};
 use shoal_plan::one_device::StepShape;
-use shoal_plan::{Layout, Plan, Purpose, compile_in};
+use shoal_plan::{Layout, Plan, Purpose, compile_in, parallel};
 use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 use thiserror::Error;
 
@@ -17,7 +17,7 @@ use crate::mirrors::MirrorError;
 use crate::mixed::{MixedPlanned, PlayError};
 use crate::pipeline::{self, PipelineWanted};
 use crate::usual::{self, State};
-use crate::{burst, mirrors, mixed, parallel, sharded, spilled};
+use crate::{burst, mirrors, mixed, sharded, spilled};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -135,7 +135,7 @@ impl<'a> Request<'a> {
 /// The fastest plan of some shapes.
 pub fn plan(request: &Request) -> Result<Found, AutoError> {
     // What every shape takes is of interest.
-    let searched = candidates(request, f64::INFINITY, &|plan| Ok(plan))?;
+    let searched = candidates(request, f64::INFINITY, &|plan| (plan, None))?;
     let mut best: Option<Candidate> = None;
     let mut tried = Vec::new();
     for (shape, found) in searched {
@@ -184,12 +184,15 @@ const NOTHING: &str = "nothing was proposed";
 /// A shape and its tables that fit, or why there is none.
 pub(crate) type Searched = (Shape, Result<Vec<Candidate>, String>);
 
-/// By shape, every table that its search proposes and that fits, mirrored and then changed as the caller wishes, played
-/// through; or why there is none. Those that cannot but take so many times what the best does are left out.
+/// Gives a table's places to other devices that are like those which have them; says to which, if to any others.
+pub(crate) type Seating<'a> = dyn Fn(Plan) -> (Plan, Option<Vec<usize>>) + Sync + 'a;
+
+/// By shape, every table that its search proposes and that fits, mirrored and its places given away, played through; or why
+/// there is none. Those that cannot but take so many times what the best does are left out.
 pub(crate) fn candidates(
     request: &Request,
     worst: f64,
-    change: &(dyn Fn(Plan) -> Result<Plan, String> + Sync),
+    seating: &Seating,
 ) -> Result<Vec<Searched>, AutoError> {
     let Request { chain, step, fleet, shapes, survive, .. } = *request;
     if fleet.devices.is_empty() {
@@ -201,14 +204,11 @@ pub(crate) fn candidates(
     let roomy = mirrors::reserved(chain, step, fleet, survive);
     let best = Mutex::new(f64::INFINITY);
     let least = || *best.lock().unwrap_or_else(PoisonError::into_inner);
-    let tried = |method: Method, within: &Fleet, known_seconds: f64| {
-        let proposed = propose(method, request, within, known_seconds)?;
+    let fitting = |method: Method, proposed: Proposed| {
         let mut refused = None;
         let mut fitting = Vec::new();
-        for plan in proposed.plans {
-            let mirrored = mirrors::mirrored(&plan, fleet, survive).map_err(|error| error.to_string());
-            let shape = method.shape();
-            match mirrored.and_then(change).and_then(|plan| play(shape, plan, request, worst * least())) {
+        for table in proposed.tables {
+            match table.rated(method.shape(), request, seating, &|| worst * least()) {
                 Ok(Some(candidate)) => {
                     let mut best = best.lock().unwrap_or_else(PoisonError::into_inner);
                     *best = best.min(candidate.simulated.seconds);
@@ -223,28 +223,49 @@ pub(crate) fn candidates(
             _ => Ok((fitting, proposed.seconds)),
         }
     };
-    let search = |method: Method, known_seconds: f64| {
-        let found = tried(method, fleet, known_seconds);
+    let rated = |method: Method, proposed: Result<Proposed, String>, known_seconds: f64| {
+        let found = fitting(method, proposed?);
         // Hosts that a plan has filled have no room for mirrors: it is made again with that room left free.
         match (found, &roomy) {
-            (Err(_), Some(roomy)) => tried(method, roomy, known_seconds),
+            (Err(_), Some(roomy)) => fitting(method, propose(method, request, roomy, known_seconds)?),
             (found, _) => found,
         }
     };
-    // Most searches keep one core busy.
     let asked = |method: &&Method| shapes.contains(&method.shape());
     let first: Vec<Method> = Method::FIRST.iter().filter(asked).copied().collect();
-    let mut found = parallel::map(&first, |method| search(*method, f64::INFINITY));
-    let known_seconds = found.iter().flatten().map(|(_, seconds)| *seconds).fold(f64::INFINITY, f64::min);
+    let mut found = match worst.is_finite() {
+        // Most searches keep one core busy.
+        false => parallel::map(&first, |method| {
+            (*method, rated(*method, propose(*method, request, fleet, f64::INFINITY), f64::INFINITY))
+        }),
+        // Beside what a search has played through already, the others' proposals may not be worth it.
+        true => {
+            let proposed =
+                parallel::map(&first, |method| (*method, propose(*method, request, fleet, f64::INFINITY)));
+            let is_played = |proposed: &Result<Proposed, String>| {
+                proposed.as_ref().is_ok_and(|proposed| proposed.seconds.is_finite())
+            };
+            let (played, others): (Vec<_>, Vec<_>) =
+                proposed.into_iter().partition(|(_, proposed)| is_played(proposed));
+            let rated = |(method, proposed)| (method, rated(method, proposed, f64::INFINITY));
+            let mut found: Vec<_> = played.into_iter().map(rated).collect();
+            found.extend(parallel::map_into(others, rated));
+            found
+        }
+    };
+    let seconds = found.iter().filter_map(|(_, found)| found.as_ref().ok()).map(|(_, seconds)| *seconds);
+    let known_seconds = seconds.fold(f64::INFINITY, f64::min);
     let second: Vec<Method> = Method::SECOND.iter().filter(asked).copied().collect();
-    found.extend(parallel::map(&second, |method| match method {
+    found.extend(parallel::map(&second, |method| {
         // Where all shapes are of interest, another is no reason to pass one over.
-        Method::Mixed if worst == f64::INFINITY => search(*method, f64::INFINITY),
-        _ => search(*method, known_seconds),
+        let known_seconds = match method {
+            Method::Mixed if worst == f64::INFINITY => f64::INFINITY,
+            _ => known_seconds,
+        };
+        (*method, rated(*method, propose(*method, request, fleet, known_seconds), known_seconds))
     }));
-    let methods: Vec<Method> = [first, second].concat();
     let mut searched: Vec<Searched> = shapes.iter().map(|shape| (*shape, Err(NOTHING.to_owned()))).collect();
-    for (method, found) in methods.into_iter().zip(found) {
+    for (method, found) in found {
         let Some((_, all)) = searched.iter_mut().find(|(shape, _)| *shape == method.shape()) else {
             continue;
         };
@@ -298,14 +319,77 @@ impl Method {
 
 /// A search's own best tables.
 struct Proposed {
-    plans: Vec<Plan>,
-    /// Of a step without mirrors, where the search has played it through.
+    tables: Vec<Table>,
+    /// Of a step, where the search has played it through.
     seconds: f64,
 }
 
 impl Proposed {
-    fn unplayed(plan: Plan) -> Proposed {
-        Proposed { plans: vec![plan], seconds: f64::INFINITY }
+    fn unplayed(plans: Vec<Plan>) -> Proposed {
+        let tables = plans.into_iter().map(|plan| Table { plan, played: None });
+        Proposed { tables: tables.collect(), seconds: f64::INFINITY }
+    }
+
+    fn played(plan: Plan, simulated: Simulated, memory: Vec<MemoryForecast>) -> Proposed {
+        let seconds = simulated.seconds;
+        let played = Some(Played { simulated, memory });
+        Proposed { tables: vec![Table { plan, played }], seconds }
+    }
+}
+
+struct Table {
+    plan: Plan,
+    played: Option<Played>,
+}
+
+/// What is known of a table that was played through.
+struct Played {
+    simulated: Simulated,
+    /// By device.
+    memory: Vec<MemoryForecast>,
+}
+
+impl Played {
+    /// The same where devices that are alike have changed places, by which the step does not change.
+    fn seated(self, places: &[usize]) -> Played {
+        let Played { simulated: Simulated { seconds, spans, devices, values_bytes }, memory } = self;
+        let simulated = Simulated {
+            seconds,
+            spans: moved(spans, places),
+            devices: moved(devices, places),
+            values_bytes: moved(values_bytes, places),
+        };
+        Played { simulated, memory: moved(memory, places) }
+    }
+}
+
+/// What is said of devices, where each is in a new place.
+fn moved<T>(of_devices: Vec<T>, places: &[usize]) -> Vec<T> {
+    let mut all: Vec<(usize, T)> = places.iter().copied().zip(of_devices).collect();
+    all.sort_by_key(|(place, _)| *place);
+    all.into_iter().map(|(_, one)| one).collect()
+}
+
+impl Table {
+    /// With the mirrors that are asked for and its places given away, played through; or why it cannot be had.
+    fn rated(
+        self,
+        shape: Shape,
+        request: &Request,
+        seating: &Seating,
+        within: &dyn Fn() -> f64,
+    ) -> Result<Option<Candidate>, String> {
+        let mirrored = mirrors::mirrored(&self.plan, request.fleet, request.survive);
+        let mirrored = mirrored.map_err(|error| error.to_string())?;
+        let played = self.played.filter(|_| mirrored == self.plan);
+        let (plan, places) = seating(mirrored);
+        let Some(played) = played else { return play(shape, plan, request, within()) };
+        let Played { simulated, memory } = match places {
+            Some(places) => played.seated(&places),
+            None => played,
+        };
+        hold(&plan, request.fleet, &memory)?;
+        Ok(Some(Candidate { shape, plan, simulated, memory }))
     }
 }
 
@@ -318,18 +402,23 @@ fn quickest(candidates: Vec<Candidate>) -> Option<Candidate> {
 fn propose(method: Method, request: &Request, fleet: &Fleet, known_seconds: f64) -> Result<Proposed, String> {
     let Request { chain, step, costs, .. } = *request;
     let played = |planned: Result<Option<MixedPlanned>, PlayError>| match planned {
-        Ok(Some(planned)) => Ok(Proposed { seconds: planned.simulated.seconds, plans: vec![planned.plan] }),
-        Ok(None) if known_seconds.is_finite() => Ok(Proposed { plans: Vec::new(), seconds: f64::INFINITY }),
+        Ok(Some(MixedPlanned { plan, simulated, memory, .. })) => {
+            Ok(Proposed::played(plan, simulated, memory))
+        }
+        Ok(None) if known_seconds.is_finite() => Ok(Proposed::unplayed(Vec::new())),
         Ok(None) => Err("no pipeline of groups fits the nodes' devices".into()),
         Err(error) => Err(error.to_string()),
     };
     match method {
-        Method::Pipeline => pipeline::plan(chain, step, fleet, costs, &PipelineWanted::default())
-            .map(|planned| Proposed { plans: vec![planned.plan], seconds: planned.seconds })
-            .map_err(|error| error.to_string()),
+        Method::Pipeline => {
+            let wanted = PipelineWanted { survive: request.survive, ..PipelineWanted::default() };
+            pipeline::plan(chain, step, fleet, costs, &wanted)
+                .map(|planned| Proposed::played(planned.plan, planned.simulated, planned.memory))
+                .map_err(|error| error.to_string())
+        }
         Method::Singles => played(mixed::plan_singles(chain, step, fleet, costs, known_seconds)),
         Method::Sharded => sharded::plan(&sharded::Request::new(chain, step, fleet, costs))
-            .map(|planned| Proposed::unplayed(planned.plan))
+            .map(|planned| Proposed::unplayed(vec![planned.plan]))
             .map_err(|error| error.to_string()),
         Method::Burst => {
             let problem = burst::Problem::new(chain, step, fleet, costs);
@@ -337,19 +426,17 @@ fn propose(method: Method, request: &Request, fleet: &Fleet, known_seconds: f64)
                 burst::Planner::new(&problem).and_then(|planner| planner.plan(burst::Goal::Fastest));
             planned
                 .and_then(|planned| burst::table(chain, step, fleet, &planned.decision))
-                .map(Proposed::unplayed)
+                .map(|plan| Proposed::unplayed(vec![plan]))
                 .map_err(|error| error.to_string())
         }
         Method::Mixed => played(mixed::plan(chain, step, fleet, costs, known_seconds)),
         Method::Spilled => match fleet.devices.len() {
             1 => spilled::plan(chain, step, fleet, costs, 0)
-                .map(|planned| Proposed::unplayed(planned.plan))
+                .map(|planned| Proposed::unplayed(vec![planned.plan]))
                 .map_err(|error| error.to_string()),
             count => Err(format!("it is for one device, the fleet has {count}")),
         },
-        Method::Usual(state) => {
-            Ok(Proposed { plans: usual::tables(chain, step, fleet, state), seconds: f64::INFINITY })
-        }
+        Method::Usual(state) => Ok(Proposed::unplayed(usual::tables(chain, step, fleet, state))),
     }
 }
 
@@ -370,8 +457,17 @@ fn play(shape: Shape, plan: Plan, request: &Request, within: f64) -> Result<Opti
         return Ok(None);
     }
     let programs = compile_in(&layout, Purpose::Train, &world).map_err(|error| error.to_string())?;
-    let memory: Vec<MemoryForecast> = programs.iter().map(|program| forecast_in(program, &layout)).collect();
-    for (row, memory) in plan.devices.iter().zip(&memory) {
+    let memory = forecasts(&programs, &layout);
+    hold(&plan, fleet, &memory)?;
+    let simulated =
+        simulate(&programs, &layout, &world, Settings::default()).map_err(|error| error.to_string())?;
+    drop(layout);
+    Ok(Some(Candidate { shape, plan, simulated, memory }))
+}
+
+/// Holds a table to the memory of a fleet's devices, hosts and disks; says what is short.
+fn hold(plan: &Plan, fleet: &Fleet, memory: &[MemoryForecast]) -> Result<(), String> {
+    for (row, memory) in plan.devices.iter().zip(memory) {
         if memory.total() > row.budget_bytes {
             return Err(format!("{} would need {} bytes of {}", row.name, memory.total(), row.budget_bytes));
         }
@@ -391,8 +487,5 @@ fn play(shape: Shape, plan: Plan, request: &Request, within: f64) -> Result<Opti
             ));
         }
     }
-    let simulated =
-        simulate(&programs, &layout, &world, Settings::default()).map_err(|error| error.to_string())?;
-    drop(layout);
-    Ok(Some(Candidate { shape, plan, simulated, memory }))
+    Ok(())
 }

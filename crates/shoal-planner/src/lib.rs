@@ -19,7 +19,6 @@ pub mod breakdown;
 pub mod burst;
 pub mod mirrors;
 pub mod mixed;
-mod parallel;
 pub mod pipeline;
 pub mod replan;
 pub mod run;

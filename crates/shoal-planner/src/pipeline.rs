@@ -107,6 +107,7 @@ pub fn table(chain: &Chain, step: StepShape, mut devices: Vec<DeviceRow>, pipeli
         sequence: step.sequence,
         precision: step.precision,
         optimizer_states: step.optimizer_states,
+        gradients: step.gradients,
         order: pipeline.order,
         layers: layers.collect(),
         tensors: tensors.collect(),

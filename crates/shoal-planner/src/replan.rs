@@ -8,8 +8,11 @@
 pub mod moving;
 mod seats;
 
+use std::panic::resume_unwind;
+use std::thread;
+
 use shoal_fleet::pace::paced;
-use shoal_plan::{MemoryForecast, Plan};
+use shoal_plan::{MemoryForecast, Plan, StepShape};
 
 use crate::auto::{self, AutoError, Candidate, Request, Shape};
 use crate::device_rows;
@@ -71,20 +74,25 @@ pub fn replan(
 /// The same with just so many mirrors.
 fn surviving(request: &Request, in_force: Option<InForce>) -> Result<Replanned, AutoError> {
     let fleet = request.fleet;
-    let seated = |plan| {
-        Ok(match &in_force {
-            Some(in_force) => seats::seated(plan, fleet, in_force),
-            None => plan,
-        })
+    let seated = |plan| match &in_force {
+        Some(in_force) => seats::seated(plan, fleet, in_force),
+        None => (plan, None),
     };
+    // Searches do not keep all cores busy all the time.
+    let (searched, stays) = thread::scope(|scope| {
+        let stays = in_force.map(|in_force| scope.spawn(move || staying(request, &in_force)));
+        let searched = auto::candidates(request, AS_GOOD, &seated);
+        let stays = stays.map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        (searched, stays.flatten())
+    });
     let (mut options, mut tried) = (Vec::new(), Vec::new());
-    for (shape, found) in auto::candidates(request, AS_GOOD, &seated)? {
+    for (shape, found) in searched? {
         match found {
             Ok(candidates) => options.extend(candidates.into_iter().map(|one| (Some(shape), one))),
             Err(refused) => tried.push(auto::Tried { shape, seconds: None, refused: Some(refused) }),
         }
     }
-    chosen(request, in_force, options).ok_or(AutoError::Nothing { tried })
+    chosen(request, in_force, options, stays).ok_or(AutoError::Nothing { tried })
 }
 
 /// The same where a plan is known already that was made for such a fleet: as many devices of the same kinds and paces, in the
@@ -106,11 +114,12 @@ pub fn replan_as(
     let places: Vec<usize> = (0..fleet.devices.len()).collect();
     let plan = seats::moved(known, device_rows(&fleet), &places);
     let plan = match &in_force {
-        Some(in_force) => seats::seated(plan, &fleet, in_force),
+        Some(in_force) => seats::seated(plan, &fleet, in_force).0,
         None => plan,
     };
     let rated = auto::rated(Shape::Mixed, &plan, &request).ok()?;
-    chosen(&request, in_force, vec![(None, rated)])
+    let stays = in_force.and_then(|in_force| staying(&request, &in_force));
+    chosen(&request, in_force, vec![(None, rated)], stays)
 }
 
 /// Of plans about as fast as the best, the plan in force among them, the one that the shortest pause leads to.
@@ -118,10 +127,10 @@ fn chosen(
     request: &Request,
     in_force: Option<InForce>,
     mut options: Vec<(Option<Shape>, Candidate)>,
+    stays: Option<Candidate>,
 ) -> Option<Replanned> {
     let Request { fleet, survive, .. } = *request;
     let seconds = |candidate: &Candidate| candidate.simulated.seconds;
-    let stays = in_force.and_then(|in_force| staying(request, &in_force));
     let staying_seconds = stays.as_ref().map(seconds);
     options.extend(stays.map(|stays| (None, stays)));
     let best = options.iter().map(|(_, candidate)| seconds(candidate)).fold(f64::INFINITY, f64::min);
@@ -140,11 +149,9 @@ fn chosen(
 /// The plan in force on the devices as they are now, with mirrors for what lacks them.
 fn staying(request: &Request, in_force: &InForce) -> Option<Candidate> {
     let Request { chain, step, fleet, .. } = *request;
-    let Plan { global_batch, sequence, precision, optimizer_states, .. } = *in_force.plan;
-    let found = (global_batch, sequence, precision, optimizer_states);
-    if found != (step.global_batch, step.sequence, step.precision, step.optimizer_states)
-        || in_force.plan.check(chain).is_err()
-    {
+    let Plan { global_batch, sequence, precision, optimizer_states, gradients, .. } = *in_force.plan;
+    let found = StepShape { global_batch, sequence, precision, optimizer_states, gradients };
+    if found != step || in_force.plan.check(chain).is_err() {
         return None;
     }
     let place = |name: &String| fleet.devices.iter().position(|device| device.name == *name);

@@ -27,7 +27,7 @@ use std::collections::HashMap;
 use serde::{Deserialize, Serialize};
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
-use shoal_plan::memory::forecast_in;
+use shoal_plan::memory::forecasts;
 use shoal_plan::{
     Activations, CompileError, DeviceRow, Layout, MemoryForecast, Plan, Program, Purpose, StepShape, compile,
 };
@@ -203,7 +203,7 @@ fn confirm(request: &Request, decision: Decision) -> Result<Planned, ShardedErro
     let plan = table(request.chain, request.step, request.fleet, &decision);
     let programs = compile(&plan, request.chain, Purpose::Train)?;
     let layout = Layout::new(&plan, request.chain);
-    let memory = programs.iter().map(|program| forecast_in(program, &layout)).collect();
+    let memory = forecasts(&programs, &layout);
     Ok(Planned { decision, plan, programs, memory })
 }
 

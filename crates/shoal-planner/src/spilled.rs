@@ -115,6 +115,7 @@ pub fn table(chain: &Chain, step: StepShape, fleet: &Fleet, spill: &Spill) -> Pl
         sequence: step.sequence,
         precision: step.precision,
         optimizer_states: step.optimizer_states,
+        gradients: step.gradients,
         devices: device_rows(fleet),
         order: Order::LayerFirst,
         layers: layers.collect(),

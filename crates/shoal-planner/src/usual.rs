@@ -82,6 +82,7 @@ fn table(
         sequence: step.sequence,
         precision: step.precision,
         optimizer_states: step.optimizer_states,
+        gradients: step.gradients,
         devices: device_rows(fleet),
         order: Order::LayerFirst,
         layers: layers.collect(),
@@ -107,8 +108,13 @@ mod tests {
     use super::*;
     use crate::auto::{Request, Shape, plan};
 
-    const STEP: StepShape =
-        StepShape { global_batch: 10, sequence: 64, precision: Precision::Fp32, optimizer_states: 2 };
+    const STEP: StepShape = StepShape {
+        global_batch: 10,
+        sequence: 64,
+        precision: Precision::Fp32,
+        optimizer_states: 2,
+        gradients: shoal_plan::GradientWire::Fp32,
+    };
 
     fn fleet(memory: &str) -> Fleet {
         let text = format!(

@@ -6,7 +6,7 @@ use serde::Serialize;
 use shoal_plan::effects::effects;
 use shoal_plan::events::Events;
 use shoal_plan::memory::Meter;
-use shoal_plan::{Lane, Layout, Meetings, Op, Program, ProgramError, Tier};
+use shoal_plan::{Instruction, Lane, Layout, Meetings, Op, Program, ProgramError, Tier};
 
 use crate::flows::{End, Flows, Resource};
 use crate::world::{Work, World};
@@ -80,20 +80,32 @@ pub fn simulate(
     let leaves = |program: &Program| !settings.alone && !program.left_behind().is_empty();
     let steps = if programs.iter().any(leaves) { 2 } else { 1 };
     let over = if steps == 1 { Milestone::Over } else { Milestone::Listed };
-    let taking_part = programs.iter().filter(|program| !program.instructions.is_empty()).count();
-    let (mut ends, mut left) = (Vec::new(), taking_part);
-    clock.begin_step(programs, layout, world);
+    // Of the step before, what it leaves under way is of interest; memory is at its highest before that.
+    let from = if steps == 1 || settings.memory { From::Begin } else { From::Norm };
+    let (mut ends, mut left) = (Vec::new(), clock.begin_step(programs, layout, world, from));
+    if left == 0 && steps > 1 {
+        ends.push(clock.now);
+        left = clock.begin_step(programs, layout, world, From::Begin);
+    }
     clock.run(&mut |clock, _, milestone| {
         left -= usize::from(milestone == over);
         if left == 0 && milestone == over {
             ends.push(clock.now);
             if ends.len() < steps {
-                left = taking_part;
-                clock.begin_step(programs, layout, world);
+                left = clock.begin_step(programs, layout, world, From::Begin);
             }
         }
     });
     clock.result(programs.len(), &ends)
+}
+
+/// Where a step is taken up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum From {
+    Begin,
+    /// When the gradients' norm is known. It waits for all that takes time before it, and all updates wait for it: nothing is
+    /// under way at that moment.
+    Norm,
 }
 
 /// How far a program has come.
@@ -133,12 +145,10 @@ struct Course<'a> {
     /// Which of its step's programs it is, and how many steps were before.
     number: usize,
     step: usize,
-    /// How many of those that each instruction comes after have not finished.
-    awaits: Vec<u32>,
-    /// Who comes after each: offsets into `followers`.
-    first_follower: Vec<u32>,
+    /// By place, and one more behind the last.
+    slots: Vec<Slot>,
+    /// Who comes after each, one instruction's after the other's.
     followers: Vec<u32>,
-    has_started: Vec<bool>,
     /// The first that has not started.
     next: usize,
     /// Those that may start ahead, by the place from which on they may, the last first.
@@ -150,13 +160,30 @@ struct Course<'a> {
     computations_left: usize,
     /// Instructions left but for those that the next step may begin without.
     listed_left: usize,
-    is_left_behind: Vec<bool>,
     /// Of those, what comes after them in the next step's program: that program, and its places.
     followed_by: HashMap<usize, Vec<(usize, usize)>>,
     meter: Option<Memory<'a>>,
     world: &'a dyn World,
     /// Where it runs: not always the device that the program names.
     device: usize,
+}
+
+/// What is asked of an instruction again and again. It lies together: the programs of a large fleet are in no cache, and what
+/// takes time is to look at them.
+#[derive(Clone, Copy, Debug, Default)]
+struct Slot {
+    /// How many of those that it comes after have not finished.
+    awaits: u32,
+    /// Where those that come after it begin among the program's followers.
+    first_follower: u32,
+    /// What it keeps busy, if that does one instruction after the other.
+    lane: Option<u8>,
+    /// The line it waits in.
+    line: Option<u8>,
+    computes_layer: bool,
+    /// Whether the next step may begin without it.
+    is_left_behind: bool,
+    has_started: bool,
 }
 
 struct Memory<'a> {
@@ -176,23 +203,30 @@ impl<'a> Course<'a> {
     ) -> Course<'a> {
         let instructions = &program.instructions;
         let left_behind = program.left_behind();
-        let mut is_left_behind = vec![false; instructions.len()];
-        left_behind.iter().for_each(|place| is_left_behind[*place] = true);
         let compiled = instructions.iter().enumerate().all(|(place, i)| i.id as usize == place);
         let by_id: HashMap<u32, u32> = match compiled {
             true => HashMap::new(),
             false => (0u32..).zip(instructions).map(|(place, i)| (i.id, place)).collect(),
         };
         let place = |id: u32| if compiled { id } else { by_id[&id] };
-        let mut first_follower = vec![0u32; instructions.len() + 1];
+        let mut slots: Vec<Slot> = Vec::with_capacity(instructions.len() + 1);
+        slots.extend(instructions.iter().map(|i| Slot {
+            awaits: i.after.len() as u32,
+            lane: i.serial().map(|lane| lane as u8),
+            line: line(&i.op).map(|line| line as u8),
+            computes_layer: i.op.computes_layer(),
+            ..Slot::default()
+        }));
+        slots.push(Slot::default());
+        left_behind.iter().for_each(|place| slots[*place].is_left_behind = true);
         for id in instructions.iter().flat_map(|i| &i.after) {
-            first_follower[place(*id) as usize + 1] += 1;
+            slots[place(*id) as usize + 1].first_follower += 1;
         }
-        for at in 1..first_follower.len() {
-            first_follower[at] += first_follower[at - 1];
+        for at in 1..slots.len() {
+            slots[at].first_follower += slots[at - 1].first_follower;
         }
-        let mut fill = first_follower.clone();
-        let mut followers = vec![0u32; first_follower[instructions.len()] as usize];
+        let mut fill: Vec<u32> = slots.iter().map(|slot| slot.first_follower).collect();
+        let mut followers = vec![0u32; slots[instructions.len()].first_follower as usize];
         for (at, instruction) in (0u32..).zip(instructions) {
             for id in &instruction.after {
                 let slot = &mut fill[place(*id) as usize];
@@ -209,12 +243,10 @@ impl<'a> Course<'a> {
             number: 0,
             step: 0,
             listed_left: instructions.len() - left_behind.len(),
-            is_left_behind,
             followed_by: HashMap::new(),
-            awaits: instructions.iter().map(|i| i.after.len() as u32).collect(),
-            first_follower,
+            computations_left: slots.iter().filter(|slot| slot.computes_layer).count(),
+            slots,
             followers,
-            has_started: vec![false; instructions.len()],
             next: 0,
             early,
             may: Vec::new(),
@@ -222,7 +254,6 @@ impl<'a> Course<'a> {
             device,
             spans: vec![Span { start: 0.0, end: f64::NAN }; instructions.len()],
             left: instructions.len(),
-            computations_left: instructions.iter().filter(|i| i.op.computes_layer()).count(),
             meter: memory.then(|| Memory {
                 meter: Meter::new(layout, program.device),
                 phases: vec![(0, 0); instructions.len()],
@@ -232,31 +263,48 @@ impl<'a> Course<'a> {
         }
     }
 
+    /// Goes past the norm without any time passing. Returns how many instructions that were.
+    fn pass_norm(&mut self) -> usize {
+        let is_norm = |instruction: &Instruction| matches!(instruction.op, Op::GradientNorm);
+        let count = self.program.instructions.iter().position(is_norm).map_or(0, |place| place + 1);
+        for place in 0..count {
+            self.start(place, 0.0);
+            self.finish(place, 0.0);
+        }
+        self.next = count;
+        self.early.retain(|(_, place)| *place >= count);
+        count
+    }
+
     fn can_start(&self, place: usize, busy: &[bool; Lane::SERIAL]) -> bool {
-        self.awaits[place] == 0 && self.program.instructions[place].serial().is_none_or(|lane| !busy[lane])
+        let Slot { awaits, lane, .. } = self.slots[place];
+        awaits == 0 && lane.is_none_or(|lane| !busy[lane as usize])
     }
 
     /// An instruction that can start now, with these lanes of the device busy.
     fn startable(&mut self, busy: &[bool; Lane::SERIAL]) -> Option<usize> {
-        while self.has_started.get(self.next).copied().unwrap_or(false) {
+        let count = self.spans.len();
+        while self.next < count && self.slots[self.next].has_started {
             self.next += 1;
         }
         while self.early.last().is_some_and(|(from, _)| *from <= self.next) {
             let place = self.early.pop().expect("there is a last").1;
             self.may.push(place);
         }
-        if self.next < self.has_started.len() && self.can_start(self.next, busy) {
+        if self.next < count && self.can_start(self.next, busy) {
             return Some(self.next);
         }
-        let may =
-            self.may.iter().position(|place| !self.has_started[*place] && self.can_start(*place, busy))?;
+        // Those whose turn it was before they could start ahead.
+        let slots = &self.slots;
+        self.may.retain(|place| !slots[*place].has_started);
+        let may = self.may.iter().position(|place| self.can_start(*place, busy))?;
         Some(self.may.swap_remove(may))
     }
 
     /// Comes after updates of the step before that are not over; of all programs it is this one.
     fn follow(&mut self, before: &mut Course, layout: &Layout, own: usize) {
-        let places = before.is_left_behind.iter().zip(&before.spans).enumerate();
-        let under_way = places.filter(|(_, (left_behind, span))| **left_behind && span.end.is_nan());
+        let places = before.slots.iter().zip(&before.spans).enumerate();
+        let under_way = places.filter(|(_, (slot, span))| slot.is_left_behind && span.end.is_nan());
         let under_way: Vec<usize> = under_way.map(|(place, _)| place).collect();
         if under_way.is_empty() {
             return;
@@ -271,22 +319,21 @@ impl<'a> Course<'a> {
             let updates = effects.touches().filter_map(|tensor| of_tensor.get(&tensor)).flatten();
             for update in updates {
                 before.followed_by.entry(*update).or_default().push((own, place));
-                self.awaits[place] += 1;
+                self.slots[place].awaits += 1;
             }
         }
     }
 
     /// It waits for nothing but its turn in a line.
     fn line_up(&mut self, place: usize) {
-        self.has_started[place] = true;
+        self.slots[place].has_started = true;
     }
 
     fn start(&mut self, place: usize, now: f64) {
-        let instruction = &self.program.instructions[place];
-        self.has_started[place] = true;
+        self.slots[place].has_started = true;
         self.spans[place].start = now;
         if let Some(memory) = &mut self.meter {
-            let phase = memory.meter.phase(&instruction.op);
+            let phase = memory.meter.phase(&self.program.instructions[place].op);
             memory.phases[place] = (phase.peak, phase.gain as i64 - phase.loss as i64);
             memory.live += phase.peak as i64;
             memory.most = memory.most.max(memory.live);
@@ -296,13 +343,12 @@ impl<'a> Course<'a> {
     fn finish(&mut self, place: usize, now: f64) {
         self.spans[place].end = now;
         self.left -= 1;
-        self.listed_left -= usize::from(!self.is_left_behind[place]);
-        if self.program.instructions[place].op.computes_layer() {
-            self.computations_left -= 1;
-        }
-        let range = self.first_follower[place] as usize..self.first_follower[place + 1] as usize;
-        for follower in range {
-            self.awaits[self.followers[follower] as usize] -= 1;
+        let Slot { first_follower, computes_layer, is_left_behind, .. } = self.slots[place];
+        self.listed_left -= usize::from(!is_left_behind);
+        self.computations_left -= usize::from(computes_layer);
+        let end = self.slots[place + 1].first_follower;
+        for follower in &self.followers[first_follower as usize..end as usize] {
+            self.slots[*follower as usize].awaits -= 1;
         }
         if let Some(memory) = &mut self.meter {
             let (peak, change) = memory.phases[place];
@@ -384,10 +430,19 @@ impl<'a> Clock<'a> {
         number
     }
 
-    /// All programs of one more step, each on its own device, beside what the step before has left under way.
-    fn begin_step(&mut self, programs: &'a [Program], layout: &'a Layout, world: &'a dyn World) {
+    /// All programs of one more step, each on its own device, beside what the step before has left under way. Returns how many
+    /// of them have something left that the next step waits for.
+    fn begin_step(
+        &mut self,
+        programs: &'a [Program],
+        layout: &'a Layout,
+        world: &'a dyn World,
+        from: From,
+    ) -> usize {
         let step = self.courses.len() / programs.len().max(1);
+        let first_meeting = self.missing.len();
         self.missing.extend(self.meetings.all.iter().map(|meeting| meeting.members.len() as u32));
+        let mut awaited = 0;
         for (number, program) in programs.iter().enumerate() {
             let added = self.add(program, layout, world, program.device);
             let (earlier, own) = self.courses.split_at_mut(added);
@@ -395,10 +450,18 @@ impl<'a> Clock<'a> {
             if step > 0 {
                 own[0].follow(&mut earlier[added - programs.len()], layout, added);
             }
+            if from == From::Norm {
+                let passed = 0..own[0].pass_norm();
+                for meeting in passed.filter_map(|place| self.meetings.of((number, place))) {
+                    self.missing[first_meeting + meeting] -= 1;
+                }
+            }
+            awaited += usize::from(own[0].listed_left > 0);
         }
         for device in 0..self.here.len() {
             self.go_on(device);
         }
+        awaited
     }
 
     /// Until nothing is under way.
@@ -414,20 +477,13 @@ impl<'a> Clock<'a> {
                     self.move_bytes(what);
                 }
                 Event::Flow(end) => {
-                    let mut foreseen = Vec::new();
-                    if self.flows.end(end, &mut |end| foreseen.push(end)) {
+                    let Clock { flows, events, .. } = self;
+                    if flows.end(end, &mut |end| events.push(end.at, Event::Flow(end))) {
                         self.now = at;
-                        self.foresee_ends(foreseen);
                         self.finish(self.carried[end.flow], told);
                     }
                 }
             }
-        }
-    }
-
-    fn foresee_ends(&mut self, ends: Vec<End>) {
-        for end in ends {
-            self.events.push(end.at, Event::Flow(end));
         }
     }
 
@@ -446,7 +502,8 @@ impl<'a> Clock<'a> {
     fn start(&mut self, program: usize, place: usize) {
         let course = &mut self.courses[program];
         let device = course.device;
-        if let Some(line) = line(&course.program.instructions[place].op) {
+        let Slot { lane, line, .. } = course.slots[place];
+        if let Some(line) = line.map(usize::from) {
             course.line_up(place);
             self.lines[device][line].push_back((program, place));
             if self.lines[device][line].len() == 1 {
@@ -455,8 +512,8 @@ impl<'a> Clock<'a> {
             return;
         }
         course.start(place, self.now);
-        if let Some(lane) = course.program.instructions[place].serial() {
-            self.busy[device][lane] = true;
+        if let Some(lane) = lane {
+            self.busy[device][lane as usize] = true;
         }
         match self.meetings.of((course.number, place)) {
             None => self.begin(What::Instruction(program, place)),
@@ -514,13 +571,13 @@ impl<'a> Clock<'a> {
     fn move_bytes(&mut self, what: What) {
         let work = self.work(what);
         let bytes = work.bytes * self.slowness(what);
-        let mut foreseen = Vec::new();
-        let flow = self.flows.begin(self.now, bytes, &work.resources, &mut |end| foreseen.push(end));
+        let Clock { flows, events, now, .. } = self;
+        let flow =
+            flows.begin(*now, bytes, &work.resources, &mut |end| events.push(end.at, Event::Flow(end)));
         if flow >= self.carried.len() {
             self.carried.push(what);
         }
         self.carried[flow] = what;
-        self.foresee_ends(foreseen);
     }
 
     fn slowness(&self, what: What) -> f64 {
@@ -549,17 +606,18 @@ impl<'a> Clock<'a> {
             let course = &mut self.courses[program];
             course.finish(*place, self.now);
             let (device, is_over) = (course.device, course.left == 0);
-            let instruction = &course.program.instructions[*place];
-            let computed = instruction.op.computes_layer() && course.computations_left == 0;
-            let listed = course.listed_left == 0 && !course.is_left_behind[*place];
-            let (lane, line) = (instruction.serial(), line(&instruction.op));
-            for (follower, place) in course.followed_by.remove(place).unwrap_or_default() {
-                self.courses[follower].awaits[place] -= 1;
+            let Slot { lane, line, computes_layer, is_left_behind, .. } = course.slots[*place];
+            let computed = computes_layer && course.computations_left == 0;
+            let listed = course.listed_left == 0 && !is_left_behind;
+            if is_left_behind {
+                for (follower, place) in course.followed_by.remove(place).unwrap_or_default() {
+                    self.courses[follower].slots[place].awaits -= 1;
+                }
             }
             if let Some(lane) = lane {
-                self.busy[device][lane] = false;
+                self.busy[device][lane as usize] = false;
             }
-            if let Some(line) = line {
+            if let Some(line) = line.map(usize::from) {
                 self.lines[device][line].pop_front();
                 self.serve(device, line);
             }
@@ -583,7 +641,8 @@ impl<'a> Clock<'a> {
     fn result(self, programs: usize, ends: &[f64]) -> Result<Simulated, ProgramError> {
         for course in &self.courses {
             if course.left > 0 {
-                let place = course.has_started.iter().position(|started| !started).unwrap_or(0);
+                let slots = course.slots[..course.spans.len()].iter();
+                let place = slots.into_iter().position(|slot| !slot.has_started).unwrap_or(0);
                 let instruction = course.program.instructions[place].to_string();
                 return Err(ProgramError::Stuck { device: course.program.device, instruction });
             }
@@ -598,7 +657,8 @@ impl<'a> Clock<'a> {
         let spans = last.iter().enumerate().map(|(number, course)| {
             let before = earlier.get(number);
             let span = |(place, own): (usize, &Span)| {
-                let span = match before.filter(|_| course.is_left_behind[place] && own.end > ended) {
+                let is_left_behind = course.slots[place].is_left_behind;
+                let span = match before.filter(|_| is_left_behind && own.end > ended) {
                     Some(before) => before.spans[place],
                     None => *own,
                 };

@@ -14,11 +14,15 @@ pub struct Resource {
 /// A number of a transfer, reused after its end.
 pub type Flow = usize;
 
+#[derive(Default)]
 struct Under {
     bytes_left: f64,
     rate: f64,
     since: f64,
-    resources: Vec<u32>,
+    links: Vec<u32>,
+    pools: Vec<u32>,
+    /// The least of its shares of links.
+    held_at: f64,
     /// Raised whenever its end changes: ends that were foreseen before are void.
     version: u32,
     is_under_way: bool,
@@ -44,41 +48,64 @@ pub struct Flows {
     free: Vec<Flow>,
     /// Changes so far.
     changes: u64,
+    /// Whom a change concerns, and which pools; kept for their room.
+    concerned: Vec<Flow>,
+    pools: Vec<u32>,
+    held_at: Vec<f64>,
 }
 
 impl Flows {
     pub fn new(resources: Vec<Resource>) -> Flows {
         let passing = vec![Vec::new(); resources.len()];
         let levels = resources.iter().map(|resource| resource.bytes_per_second).collect();
-        Flows { resources, levels, passing, flows: Vec::new(), free: Vec::new(), changes: 0 }
+        Flows {
+            resources,
+            levels,
+            passing,
+            flows: Vec::new(),
+            free: Vec::new(),
+            changes: 0,
+            concerned: Vec::new(),
+            pools: Vec::new(),
+            held_at: Vec::new(),
+        }
     }
 
     /// Begins a transfer; the ends that change are given to `foresee`, its own among them.
     pub fn begin(&mut self, now: f64, bytes: f64, resources: &[u32], foresee: &mut impl FnMut(End)) -> Flow {
-        let under = Under {
-            bytes_left: bytes,
-            rate: f64::INFINITY,
-            since: now,
-            resources: resources.to_vec(),
-            version: 0,
-            is_under_way: true,
-            seen: 0,
-        };
-        let flow = match self.free.pop() {
-            Some(flow) => {
-                let version = self.flows[flow].version + 1;
-                self.flows[flow] = Under { version, ..under };
-                flow
-            }
-            None => {
-                self.flows.push(under);
-                self.flows.len() - 1
-            }
-        };
+        let flow = self.free.pop().unwrap_or_else(|| {
+            self.flows.push(Under::default());
+            self.flows.len() - 1
+        });
+        let under = &mut self.flows[flow];
+        under.links.clear();
+        under.pools.clear();
         for resource in resources {
+            let is_pool = self.resources[*resource as usize].is_pool;
+            if is_pool {
+                under.pools.push(*resource)
+            } else {
+                under.links.push(*resource)
+            }
             self.passing[*resource as usize].push(flow);
         }
-        self.share_anew(now, resources, foresee);
+        (under.bytes_left, under.rate, under.since) = (bytes, f64::INFINITY, now);
+        (under.version, under.is_under_way) = (under.version + 1, true);
+        self.look_anew();
+        self.concern(flow);
+        self.flows[flow].held_at = self.least_share(flow);
+        for link in resources.iter().map(|resource| *resource as usize) {
+            if !self.resources[link].is_pool {
+                let share = self.share(link);
+                self.each_passing(link, |flows, other| {
+                    if share < flows.flows[other].held_at {
+                        flows.flows[other].held_at = share;
+                        flows.concern(other);
+                    }
+                });
+            }
+        }
+        self.share_anew(now, foresee);
         flow
     }
 
@@ -89,30 +116,72 @@ impl Flows {
             return false;
         }
         under.is_under_way = false;
-        let resources = std::mem::take(&mut under.resources);
-        for resource in &resources {
+        let (links, pools) = (std::mem::take(&mut under.links), std::mem::take(&mut under.pools));
+        self.look_anew();
+        for resource in links.iter().chain(&pools) {
             self.passing[*resource as usize].retain(|flow| *flow != end.flow);
         }
+        for link in links.iter().map(|link| *link as usize) {
+            let before = self.resources[link].bytes_per_second / (self.passing[link].len() + 1) as f64;
+            self.each_passing(link, |flows, other| {
+                // Who is held up by another link does not gain.
+                if before <= flows.flows[other].held_at {
+                    let share = flows.least_share(other);
+                    if share != flows.flows[other].held_at {
+                        flows.flows[other].held_at = share;
+                        flows.concern(other);
+                    }
+                }
+            });
+        }
+        self.pools.extend(&pools);
+        let under = &mut self.flows[end.flow];
+        (under.links, under.pools) = (links, pools);
         self.free.push(end.flow);
-        self.share_anew(end.at, &resources, foresee);
+        self.share_anew(end.at, foresee);
         true
     }
 
-    /// Rates of all that pass some resources, or a pool that one of those passes too.
-    fn share_anew(&mut self, now: f64, changed: &[u32], foresee: &mut impl FnMut(End)) {
-        let mut resources = changed.to_vec();
-        for flow in self.pass_any(changed) {
-            let pools = self.flows[flow].resources.iter();
-            resources.extend(pools.filter(|resource| self.resources[**resource as usize].is_pool));
+    fn look_anew(&mut self) {
+        self.changes += 1;
+        self.concerned.clear();
+        self.pools.clear();
+    }
+
+    /// Notes that a transfer's rate may change. Each is noted once.
+    fn concern(&mut self, flow: Flow) {
+        if self.flows[flow].seen != self.changes {
+            self.flows[flow].seen = self.changes;
+            self.concerned.push(flow);
         }
-        resources.sort_unstable();
-        resources.dedup();
-        for resource in &resources {
-            if self.resources[*resource as usize].is_pool {
-                self.levels[*resource as usize] = self.level(*resource as usize);
+    }
+
+    fn each_passing(&mut self, resource: usize, mut look: impl FnMut(&mut Flows, Flow)) {
+        for place in 0..self.passing[resource].len() {
+            let flow = self.passing[resource][place];
+            look(self, flow);
+        }
+    }
+
+    /// Rates of all whose links have other shares now, or who pass a pool that one of those passes too.
+    fn share_anew(&mut self, now: f64, foresee: &mut impl FnMut(End)) {
+        for place in 0..self.concerned.len() {
+            let Flows { flows, pools, concerned, .. } = self;
+            pools.extend(&flows[concerned[place]].pools);
+        }
+        self.pools.sort_unstable();
+        self.pools.dedup();
+        let pools = std::mem::take(&mut self.pools);
+        for pool in pools.iter().map(|pool| *pool as usize) {
+            let level = self.level(pool);
+            if level != self.levels[pool] {
+                self.levels[pool] = level;
+                self.each_passing(pool, |flows, other| flows.concern(other));
             }
         }
-        for flow in self.pass_any(&resources) {
+        self.pools = pools;
+        for place in 0..self.concerned.len() {
+            let flow = self.concerned[place];
             let rate = self.rate(flow);
             let under = &mut self.flows[flow];
             if rate == under.rate {
@@ -127,38 +196,23 @@ impl Flows {
         }
     }
 
-    /// Who passes some resources, each once: a collective passes as many as it has members, and would be looked at
-    /// for each of them.
-    fn pass_any(&mut self, resources: &[u32]) -> Vec<Flow> {
-        self.changes += 1;
-        let mut found = Vec::new();
-        for resource in resources {
-            for flow in &self.passing[*resource as usize] {
-                let seen = &mut self.flows[*flow].seen;
-                if *seen != self.changes {
-                    *seen = self.changes;
-                    found.push(*flow);
-                }
-            }
-        }
-        found
-    }
-
     /// An even share of a resource that is no pool.
     fn share(&self, resource: usize) -> f64 {
         self.resources[resource].bytes_per_second / self.passing[resource].len().max(1) as f64
     }
 
+    fn least_share(&self, flow: Flow) -> f64 {
+        let links = self.flows[flow].links.iter();
+        links.map(|link| self.share(*link as usize)).fold(f64::MAX, f64::min)
+    }
+
     /// What each may take of a pool: more than an even share, where links hold others below theirs.
-    fn level(&self, pool: usize) -> f64 {
-        let links = |flow: &Flow| {
-            let others = self.flows[*flow].resources.iter().map(|resource| *resource as usize);
-            let links = others.filter(|resource| !self.resources[*resource].is_pool);
-            links.map(|resource| self.share(resource)).fold(f64::MAX, f64::min)
-        };
-        let mut held_at: Vec<f64> = self.passing[pool].iter().map(links).collect();
+    fn level(&mut self, pool: usize) -> f64 {
+        let Flows { flows, passing, held_at, resources, .. } = self;
+        held_at.clear();
+        held_at.extend(passing[pool].iter().map(|flow| flows[*flow].held_at));
         held_at.sort_unstable_by(f64::total_cmp);
-        let mut left = self.resources[pool].bytes_per_second;
+        let mut left = resources[pool].bytes_per_second;
         for (place, held_at_link) in held_at.iter().enumerate() {
             let even = left / (held_at.len() - place) as f64;
             if *held_at_link > even {
@@ -166,15 +220,12 @@ impl Flows {
             }
             left -= held_at_link;
         }
-        self.resources[pool].bytes_per_second
+        resources[pool].bytes_per_second
     }
 
     fn rate(&self, flow: Flow) -> f64 {
-        let shares = self.flows[flow].resources.iter().map(|resource| {
-            let resource = *resource as usize;
-            if self.resources[resource].is_pool { self.levels[resource] } else { self.share(resource) }
-        });
-        shares.fold(f64::MAX, f64::min)
+        let Under { pools, held_at, .. } = &self.flows[flow];
+        pools.iter().map(|pool| self.levels[*pool as usize]).fold(*held_at, f64::min)
     }
 }
 
@@ -232,10 +283,11 @@ mod tests {
         let mut flows = Flows::new(vec![Resource { bytes_per_second: 1.0, is_pool: false }; 100]);
         let all: Vec<u32> = (0..100).collect();
         let wide = flows.begin(0.0, 1.0, &all, &mut |_| {});
-        let narrow = flows.begin(0.0, 1.0, &[7], &mut |_| {});
-        assert_eq!(flows.pass_any(&all), [wide, narrow]);
-        assert_eq!(flows.pass_any(&[3]), [wide]);
-        assert!(flows.pass_any(&[]).is_empty());
+        let narrow = flows.begin(0.0, 1.0, &[7, 8], &mut |_| {});
+        assert_eq!(flows.concerned, [narrow, wide]);
+        // Where a second one is as slow as the first made it, nobody else is concerned.
+        let third = flows.begin(0.0, 1.0, &[9], &mut |_| {});
+        assert_eq!(flows.concerned, [third]);
     }
 
     #[test]
@@ -248,5 +300,67 @@ mod tests {
         assert_eq!(play_over(all.clone(), &transfers), [10.0, 10.0, 11.0]);
         // Two without links share evenly.
         assert_eq!(play_over(all, &[(0.0, 100.0, &[0]), (0.0, 100.0, &[0])]), [2.0, 2.0]);
+    }
+
+    /// What all rates are, from nothing but who passes what.
+    fn rates(flows: &Flows) -> Vec<Option<f64>> {
+        let of = |under: &Under| {
+            let least = |under: &Under| {
+                under.links.iter().map(|link| flows.share(*link as usize)).fold(f64::MAX, f64::min)
+            };
+            let level = |pool: &u32| {
+                let mut held_at: Vec<f64> =
+                    flows.passing[*pool as usize].iter().map(|flow| least(&flows.flows[*flow])).collect();
+                held_at.sort_unstable_by(f64::total_cmp);
+                let mut left = flows.resources[*pool as usize].bytes_per_second;
+                for (place, held_at_link) in held_at.iter().enumerate() {
+                    let even = left / (held_at.len() - place) as f64;
+                    if *held_at_link > even {
+                        return even;
+                    }
+                    left -= held_at_link;
+                }
+                flows.resources[*pool as usize].bytes_per_second
+            };
+            under.is_under_way.then(|| under.pools.iter().map(level).fold(least(under), f64::min))
+        };
+        flows.flows.iter().map(of).collect()
+    }
+
+    #[test]
+    fn rates_that_change_with_the_neighbours_are_those_of_all_anew() {
+        let mut numbers = 1u64;
+        let mut draw = |below: u64| {
+            numbers = numbers.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (numbers >> 33) % below
+        };
+        let resource = |number: u64, rate: u64| Resource {
+            bytes_per_second: 1.0 + rate as f64,
+            is_pool: number.is_multiple_of(3),
+        };
+        for _ in 0..50 {
+            let mut flows = Flows::new((0..12).map(|number| resource(number, draw(20))).collect());
+            let mut foreseen: Vec<End> = Vec::new();
+            let mut now = 0.0;
+            for _ in 0..60 {
+                if draw(3) > 0 {
+                    let set = draw(1 << 12) & draw(1 << 12);
+                    let passed: Vec<u32> = (0..12).filter(|number| set >> number & 1 == 1).collect();
+                    if !passed.is_empty() {
+                        flows.begin(now, 1.0 + draw(100) as f64, &passed, &mut |end| foreseen.push(end));
+                    }
+                } else {
+                    foreseen.sort_by(|a, b| b.at.total_cmp(&a.at));
+                    if let Some(end) = foreseen.pop()
+                        && flows.end(end, &mut |end| foreseen.push(end))
+                    {
+                        now = end.at;
+                    }
+                }
+                for (under, rate) in flows.flows.iter().zip(rates(&flows)) {
+                    assert_eq!(rate.unwrap_or(under.rate), under.rate);
+                }
+            }
+        }
     }
 }

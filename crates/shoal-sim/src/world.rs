@@ -211,16 +211,18 @@ impl<'a> FleetWorld<'a> {
     fn reduction(&self, layer: usize) -> Work {
         let Some(group) = self.layout.reduce(layer) else { return Work::default() };
         let parts = self.layout.reduced_parts(layer);
-        let total: f64 = parts.iter().map(|part| 4.0 * part.slice.count() as f64).sum();
-        let held: f64 = parts.iter().map(|part| 4.0 * (part.slice.count() * part.holders.len()) as f64).sum();
+        let elements: f64 = parts.iter().map(|part| part.slice.count() as f64).sum();
+        let held: f64 = parts.iter().map(|part| (part.slice.count() * part.holders.len()) as f64).sum();
         let count = group.devices.len() as f64;
         if count < 2.0 {
-            return self.through_tiers(&group.devices, total, group.tier, false);
+            return self.through_tiers(&group.devices, 4.0 * elements, group.tier, false);
         }
-        // Once around to add up, and once more as far as slices have several holders.
-        let copies = (held / total.max(1.0)).min(count);
-        let rounds = 1.0 + (copies - 1.0) / (count - 1.0);
-        let bytes = rounds * total * (count - 1.0) / count;
+        // Once around to add up, and once more, as sums, as far as slices have several holders.
+        let copies = (held / elements.max(1.0)).min(count);
+        let again = (copies - 1.0) / (count - 1.0);
+        let rounds = 1.0 + again;
+        let sent = self.layout.gradient_wire(layer).bytes() as f64;
+        let bytes = (sent + 4.0 * again) * elements * (count - 1.0) / count;
         let mut work = self.through_tiers(&group.devices, bytes, group.tier, false);
         work.seconds = self.ring(&group.devices, bytes, rounds).seconds;
         work

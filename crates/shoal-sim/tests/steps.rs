@@ -6,8 +6,8 @@ use shoal_model::{Chain, Precision, presets};
 use shoal_plan::draw::{self, Draw};
 use shoal_plan::memory::forecast_in;
 use shoal_plan::{
-    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Layout, Op, Order, Pass, Plan,
-    Purpose, Residence, Samples, TensorRow, compile, compile_paced,
+    Activations, Compute, ComputeCopy, DeviceRow, GradientWire, Held, Holder, LayerRow, Layout, Op, Order,
+    Pass, Plan, Purpose, Residence, Samples, TensorRow, compile, compile_paced,
 };
 use shoal_sim::flows::Resource;
 use shoal_sim::{FleetWorld, Jitter, Settings, Work, World, simulate};
@@ -107,6 +107,7 @@ fn pipeline(chain: &Chain, stages: usize, batches: usize, order: Order, recomput
         sequence: 8,
         precision: Precision::Fp32,
         optimizer_states: 2,
+        gradients: GradientWire::default(),
         devices: (0..stages)
             .map(|device| DeviceRow {
                 name: format!("{device}"),
@@ -328,4 +329,56 @@ fn steps_that_leave_nothing_behind_are_played_once() {
         }
     }
     assert!(leaving > 50 && others > 50, "{leaving} and {others} tables");
+}
+
+/// Where dropping something takes no time, as in every other world.
+struct ReleasedAtOnce(AnyDelay);
+
+impl World for ReleasedAtOnce {
+    fn resources(&self) -> &[Resource] {
+        self.0.resources()
+    }
+
+    fn alone(&self, op: &Op, device: usize) -> Work {
+        if matches!(op, Op::Release { .. }) { Work::default() } else { self.0.alone(op, device) }
+    }
+
+    fn together(&self, op: &Op, device: usize) -> Work {
+        self.0.together(op, device)
+    }
+}
+
+/// What a step finds under way is the same whether the one before is played from its beginning or from its norm on. (With
+/// memory it is played whole.)
+#[test]
+fn a_step_before_counts_from_its_norm_on() {
+    let mut leaving = 0;
+    for seed in 0..400 {
+        let mut draw = Draw::new(seed);
+        let (chain, sequence) = draw::model(&mut draw);
+        let step = draw::step(&mut draw, sequence);
+        let plan = draw::table(&chain, step, 4, &mut draw);
+        let layout = Layout::new(&plan, &chain);
+        let programs = compile(&plan, &chain, Purpose::Train).unwrap();
+        if programs.iter().all(|program| program.left_behind().is_empty()) {
+            continue;
+        }
+        let played = |memory| {
+            let world = ReleasedAtOnce(AnyDelay { seed });
+            simulate(&programs, &layout, &world, Settings { memory, ..Settings::default() }).unwrap()
+        };
+        let (whole, short) = (played(true), played(false));
+        let is_near = |a: f64, b: f64| (a - b).abs() <= 1e-9 * whole.seconds;
+        assert!(is_near(whole.seconds, short.seconds), "seed {seed}: {} {}", whole.seconds, short.seconds);
+        for (program, (one, other)) in programs.iter().zip(whole.spans.iter().zip(&short.spans)) {
+            for (instruction, (one, other)) in program.instructions.iter().zip(one.iter().zip(other)) {
+                assert!(
+                    is_near(one.start, other.start) && is_near(one.end, other.end),
+                    "seed {seed}, {instruction}: {one:?}, {other:?}"
+                );
+            }
+        }
+        leaving += 1;
+    }
+    assert!(leaving > 50, "{leaving} tables");
 }

@@ -298,6 +298,7 @@ pub fn step_shape(job: &Job) -> StepShape {
         sequence: job.sequence,
         precision: job.precision,
         optimizer_states: job.optimizer.state_names().len(),
+        gradients: job.gradients,
     }
 }
 

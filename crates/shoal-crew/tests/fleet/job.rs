@@ -85,6 +85,7 @@ pub fn shape() -> StepShape {
         sequence: SEQUENCE,
         precision: Precision::Fp32,
         optimizer_states: optimizer(0.0).state_names().len(),
+        gradients: Default::default(),
     }
 }
 

@@ -4,15 +4,15 @@
 use std::ops::Range;
 
 use shoal_kernels::device::SCALAR_ELEMENTS;
-use shoal_kernels::{Device, Mark, Tensor};
+use shoal_kernels::{Device, HostBuffer, Mark, Tensor};
 use shoal_net::{Fabric, collective};
 use shoal_nn::GradientSum;
-use shoal_plan::{GatheredPart, Held, Instruction, Layout, ReducedPart, Slice, Tier, common};
+use shoal_plan::{GatheredPart, GradientWire, Held, Instruction, Layout, ReducedPart, Slice, Tier, common};
 
 use super::Executor;
 use super::moves::Job;
 use super::step::Step;
-use super::transfers::{Circle, collect, copied, floats, runs};
+use super::transfers::{Circle, collect, runs};
 use crate::error::Result;
 use crate::state::{self, SumRoom, SumSlice, Tiers};
 
@@ -26,6 +26,10 @@ impl Executor {
         let layout = self.layout(step, instruction)?;
         let members = layout.reduce(layer).map(|group| group.devices.clone()).unwrap_or_default();
         let circle = self.circle(instruction, members)?;
+        let wire = match layout.gradient_wire(layer) {
+            GradientWire::Fp32 => collective::Wire::F32,
+            GradientWire::Bf16 => collective::Wire::Bf16,
+        };
         let parts = layout.reduced_parts(layer);
         let mut tensors: Vec<usize> = parts.iter().map(|part| part.tensor).collect();
         tensors.sort_unstable();
@@ -47,7 +51,7 @@ impl Executor {
         Ok(Box::new(move || {
             let reduced = match carried {
                 true => carry(&tiers, &after, &parts, &mut taken),
-                false => reduce(&tiers, &after, &circle, me, &parts, &mut taken),
+                false => reduce(&tiers, &after, (&circle, wire), me, &parts, &mut taken),
             };
             let squares = reduced.and_then(|()| read_squares(&*tiers.device, &after, squares));
             // What is not kept here ends with this.
@@ -122,34 +126,44 @@ impl Executor {
 }
 
 impl SumSlice {
-    /// Sets what it has of some elements of the whole gradient.
-    fn write(&mut self, tiers: &Tiers, after: &Mark, elements: Slice, values: &[f32]) -> Result {
+    /// Sets what it has of some elements of the whole gradient, which stand in a message from byte `first` on.
+    fn write(
+        &mut self,
+        tiers: &Tiers,
+        after: &Mark,
+        elements: Slice,
+        message: &HostBuffer,
+        first: usize,
+    ) -> Result {
         let Some(both) = common(self.slice, elements) else { return Ok(()) };
-        let values = &values[both.start - elements.start..both.end - elements.start];
-        let (first, end) = (both.start - self.slice.start, both.end - self.slice.start);
+        let first = first + (both.start - elements.start) * size_of::<f32>();
+        let there = both.start - self.slice.start..both.end - self.slice.start;
         match &mut self.room {
-            SumRoom::Disk(disk) => disk.write_gradient(first, values),
-            SumRoom::Memory(sum) => {
-                let mut fill = copied(&tiers.host, bytemuck::cast_slice(values));
-                Ok(tiers.of(self.tier).write_bytes(after, sum, first..end, &mut fill)?)
+            SumRoom::Disk(disk) => {
+                let bytes = &message[first..first + there.len() * size_of::<f32>()];
+                disk.write_gradient(there.start, bytemuck::cast_slice(bytes))
             }
+            SumRoom::Memory(sum) => tiers.read_message((self.tier, after), message, first, sum, there),
         }
     }
 
-    /// Reads some of its elements.
-    fn read(&self, tiers: &Tiers, after: &Mark, elements: Slice) -> Result<Vec<f32>> {
-        let (first, end) = (elements.start - self.slice.start, elements.end - self.slice.start);
-        let mut values = vec![0.0; elements.count()];
+    /// Reads some of its elements into a message, from byte `first` on.
+    fn read(
+        &self,
+        tiers: &Tiers,
+        after: &Mark,
+        elements: Slice,
+        message: &mut HostBuffer,
+        first: usize,
+    ) -> Result {
+        let here = elements.start - self.slice.start..elements.end - self.slice.start;
         match &self.room {
-            SumRoom::Disk(disk) => disk.read_gradient(first, &mut values)?,
-            SumRoom::Memory(sum) => {
-                let out = bytemuck::cast_slice_mut::<f32, u8>(&mut values);
-                tiers.of(self.tier).read_bytes(after, sum, first..end, &mut |at, bytes| {
-                    tiers.host.copy(bytes, &mut out[at..at + bytes.len()]);
-                })?;
+            SumRoom::Disk(disk) => {
+                let out = &mut message[first..first + here.len() * size_of::<f32>()];
+                disk.read_gradient(here.start, bytemuck::cast_slice_mut(out))
             }
+            SumRoom::Memory(sum) => tiers.write_message((self.tier, after), sum, here, message, first),
         }
-        Ok(values)
     }
 }
 
@@ -184,13 +198,19 @@ fn read_squares(
 }
 
 impl Taken {
-    /// Writes a part of the whole sum wherever it is kept here.
-    fn write(&mut self, tiers: &Tiers, after: &Mark, slice: Slice, values: &[f32]) -> Result {
+    /// Writes a part of the whole sum, which stands in a message from byte `first` on, wherever it is kept here.
+    fn write(
+        &mut self,
+        tiers: &Tiers,
+        after: &Mark,
+        slice: Slice,
+        message: &HostBuffer,
+        first: usize,
+    ) -> Result {
         if let Some(sum) = self.sum.as_mut().filter(|_| self.keeps_sum) {
-            let mut fill = copied(&tiers.host, bytemuck::cast_slice(values));
-            tiers.device.write_bytes(after, &mut sum.sum, slice.range(), &mut fill)?;
+            tiers.read_message((Tier::Device, after), message, first, &mut sum.sum, slice.range())?;
         }
-        self.sums.iter_mut().try_for_each(|sum| sum.write(tiers, after, slice, values))
+        self.sums.iter_mut().try_for_each(|sum| sum.write(tiers, after, slice, message, first))
     }
 }
 
@@ -220,33 +240,35 @@ fn carry(tiers: &Tiers, after: &Mark, parts: &[ReducedPart], taken: &mut [Taken]
 fn reduce(
     tiers: &Tiers,
     after: &Mark,
-    circle: &Circle,
+    (circle, wire): (&Circle, collective::Wire),
     me: usize,
     parts: &[ReducedPart],
     taken: &mut [Taken],
 ) -> Result {
     let lengths = parts.iter().map(|part| (part.device, part.slice.count()));
-    let mut buffer = vec![0f32; lengths.clone().map(|(_, length)| length).sum()];
+    let elements: usize = lengths.clone().map(|(_, length)| length).sum();
+    let mut message = tiers.message(elements * size_of::<f32>());
     let mut start = 0;
     let mut places = Vec::with_capacity(parts.len());
     for part in parts {
         let place = start..start + part.slice.count();
         start = place.end;
         let own = taken.iter().find(|taken| taken.tensor == part.tensor);
-        // Whoever added nothing stands with zeros.
-        if let Some(sum) = own.and_then(|taken| taken.sum.as_ref()).filter(|sum| sum.started) {
-            let room = bytemuck::cast_slice_mut::<f32, u8>(&mut buffer[place.clone()]);
-            tiers.device.read_bytes(after, &sum.sum, part.slice.range(), &mut |at, bytes| {
-                tiers.host.copy(bytes, &mut room[at..at + bytes.len()]);
-            })?;
+        match own.and_then(|taken| taken.sum.as_ref()).filter(|sum| sum.started) {
+            Some(sum) => {
+                let (first, some) = (place.start * size_of::<f32>(), part.slice.range());
+                tiers.write_message((Tier::Device, after), &sum.sum, some, &mut message, first)?;
+            }
+            // Whoever added nothing stands with zeros.
+            None => message.floats_mut()[place.clone()].fill(0.0),
         }
         places.push(place);
     }
     if let Some(fabric) = circle.others() {
         let runs = runs(&circle.members, lengths);
-        let wire = collective::Wire::F32;
-        collective::reduce_scatter(fabric, &circle.members, &runs, &mut buffer, wire, circle.tag)?;
-        share_sums(fabric, circle, me, parts, &places, &mut buffer)?;
+        let numbers = message.floats_mut();
+        collective::reduce_scatter(fabric, &circle.members, &runs, numbers, wire, circle.tag)?;
+        share_sums(tiers, fabric, circle, me, parts, &places, numbers)?;
     }
     for (part, place) in parts.iter().zip(&places).filter(|(part, _)| part.holders.contains(&me)) {
         let taken = taken.iter_mut().find(|taken| taken.tensor == part.tensor);
@@ -254,19 +276,20 @@ fn reduce(
         if taken.keeps_sum && taken.sum.is_none() {
             panic!("a device that has a tensor has its gradient");
         }
-        taken.write(tiers, after, part.slice, &buffer[place.clone()])?;
+        taken.write(tiers, after, part.slice, &message, place.start * size_of::<f32>())?;
     }
     Ok(())
 }
 
 /// Sums of slices that several devices hold, each added up at one of them, to the others.
 fn share_sums(
+    tiers: &Tiers,
     fabric: &Fabric,
     circle: &Circle,
     me: usize,
     parts: &[ReducedPart],
     places: &[Range<usize>],
-    buffer: &mut [f32],
+    sums: &mut [f32],
 ) -> Result {
     let mut circles: Vec<&Vec<usize>> =
         parts.iter().map(|part| &part.holders).filter(|holders| holders.len() > 1).collect();
@@ -280,14 +303,21 @@ fn share_sums(
             .map(|(part, place)| (part.device, place.clone()))
             .collect();
         let lengths = theirs.iter().map(|(device, place)| (*device, place.len()));
-        let mut shared: Vec<f32> =
-            theirs.iter().flat_map(|(_, place)| buffer[place.clone()].iter().copied()).collect();
+        let elements: usize = lengths.clone().map(|(_, length)| length).sum();
+        let mut message = tiers.message(elements * size_of::<f32>());
+        let shared = message.floats_mut();
+        let mut rest = &mut shared[..];
+        for (_, place) in &theirs {
+            let (these, after) = rest.split_at_mut(place.len());
+            these.copy_from_slice(&sums[place.clone()]);
+            rest = after;
+        }
         let (runs, wire) = (runs(holders, lengths), collective::Wire::F32);
-        collective::all_gather(fabric, holders, &runs, &mut shared, wire, circle.part(number as u64))?;
+        collective::all_gather(fabric, holders, &runs, shared, wire, circle.part(number as u64))?;
         let mut rest = &shared[..];
         for (_, place) in theirs {
             let (these, after) = rest.split_at(place.len());
-            buffer[place].copy_from_slice(these);
+            sums[place].copy_from_slice(these);
             rest = after;
         }
     }
@@ -303,28 +333,24 @@ fn hand_over(
     sums: &[(usize, SumSlice)],
     handed: &mut [(usize, usize, SumSlice)],
 ) -> Result {
-    let (buffer, places) = collect(
-        circle,
-        me,
-        parts,
-        |_| size_of::<f32>(),
-        |place, out| {
-            let part = &parts[place];
-            let has = |sum: &SumSlice| common(sum.slice, part.slice) == Some(part.slice);
-            let own =
-                sums.iter().find(|(tensor, sum)| *tensor == part.tensor && sum.tier == part.tier && has(sum));
-            let (_, own) = own.expect("whoever gives a part keeps its sum");
-            out.copy_from_slice(bytemuck::cast_slice(&own.read(tiers, after, part.slice)?));
-            Ok(())
-        },
-    )?;
+    let size = |_| size_of::<f32>();
+    let (message, places) = collect(tiers, circle, me, parts, size, |number, message, place| {
+        let part = &parts[number];
+        let has = |sum: &SumSlice| common(sum.slice, part.slice) == Some(part.slice);
+        let own =
+            sums.iter().find(|(tensor, sum)| *tensor == part.tensor && sum.tier == part.tier && has(sum));
+        let (_, own) = own.expect("whoever gives a part keeps its sum");
+        own.read(tiers, after, part.slice, message, place.start)
+    })?;
     for (tensor, _, target) in handed {
         for (part, place) in parts.iter().zip(&places).filter(|(part, _)| part.tensor == *tensor) {
-            target.write(tiers, after, part.slice, &floats(&buffer[place.clone()]))?;
+            target.write(tiers, after, part.slice, &message, place.start)?;
         }
         for (_, sum) in sums.iter().filter(|(other, _)| other == tensor) {
             let Some(both) = common(sum.slice, target.slice) else { continue };
-            target.write(tiers, after, both, &sum.read(tiers, after, both)?)?;
+            let mut message = tiers.message(both.count() * size_of::<f32>());
+            sum.read(tiers, after, both, &mut message, 0)?;
+            target.write(tiers, after, both, &message, 0)?;
         }
     }
     Ok(())

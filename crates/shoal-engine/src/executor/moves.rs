@@ -66,19 +66,19 @@ impl Executor {
         match instruction.op {
             Op::Send { moved, layer, reader, samples, to } => {
                 let tensor = step.take_tensor(value(moved, layer, reader, samples));
-                let (device, fabric, tag) =
-                    (self.device.clone(), self.fabric(instruction)?, self.tag(&instruction.op));
+                let (tiers, fabric, tag) =
+                    (self.tiers.clone(), self.fabric(instruction)?, self.tag(&instruction.op));
                 let after = self.device.mark()?;
-                Ok(Box::new(move || only(send(&*device, &after, &fabric, to, tag, tensor))))
+                Ok(Box::new(move || only(send(&tiers, &after, &fabric, to, tag, tensor))))
             }
             Op::Receive { moved, layer, reader, samples, from } => {
                 let value = value(moved, layer, reader, samples);
                 let room = self.boundary(layer, samples)?;
-                let (device, fabric, tag) =
-                    (self.device.clone(), self.fabric(instruction)?, self.tag(&instruction.op));
+                let (tiers, fabric, tag) =
+                    (self.tiers.clone(), self.fabric(instruction)?, self.tag(&instruction.op));
                 let after = self.device.mark()?;
                 Ok(Box::new(move || {
-                    let received = receive(&*device, &after, &fabric, from, tag, room);
+                    let received = receive(&tiers, &after, &fabric, from, tag, room);
                     Box::new(move |_, step| {
                         step.put(value, Stored::Tensor(received?));
                         Ok(())

@@ -2,11 +2,11 @@
 //! and know nothing of the step.
 
 use std::borrow::Cow;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 use shoal_kernels::random::fold;
-use shoal_kernels::{CpuDevice, Device, Element, Mark, Tensor};
+use shoal_kernels::{CpuDevice, Element, HostBuffer, Mark, Tensor};
 use shoal_net::{Fabric, Tag, collective};
 use shoal_nn::GroupShare;
 use shoal_plan::{GatheredPart, Tier};
@@ -49,19 +49,24 @@ pub(super) fn runs<'a>(
 }
 
 pub(super) fn send(
-    device: &dyn Device,
+    tiers: &Tiers,
     after: &Mark,
     fabric: &Fabric,
     to: usize,
     tag: Tag,
     tensor: Tensor,
 ) -> Result {
-    let bytes = device.host_bytes(after, &tensor, 0..tensor.len())?;
-    Ok(fabric.send(to, tag, &bytes)?)
+    let all = 0..tensor.len();
+    if tensor.is_on_host() {
+        return Ok(fabric.send(to, tag, &tiers.device.host_bytes(after, &tensor, all)?)?);
+    }
+    let mut message = tiers.message(tensor.len() * tensor.element().bytes());
+    tiers.write_message((Tier::Device, after), &tensor, all, &mut message, 0)?;
+    Ok(fabric.send(to, tag, &message)?)
 }
 
 pub(super) fn receive(
-    device: &dyn Device,
+    tiers: &Tiers,
     after: &Mark,
     fabric: &Fabric,
     from: usize,
@@ -72,22 +77,17 @@ pub(super) fn receive(
     if room.is_on_host() {
         // Read from the socket where it is to lie.
         let mut received = Ok(());
-        device.write_bytes(after, &mut room, all, &mut |_, out| received = fabric.receive(from, tag, out))?;
+        tiers.device.write_bytes(after, &mut room, all, &mut |_, out| {
+            received = fabric.receive(from, tag, out);
+        })?;
         received?;
         return Ok(room);
     }
     // Others' copies go on while this one waits for its message.
-    let mut message = vec![0; room.len() * room.element().bytes()];
+    let mut message = tiers.message(room.len() * room.element().bytes());
     fabric.receive(from, tag, &mut message)?;
-    device.write_bytes(after, &mut room, all, &mut |at, out| {
-        out.copy_from_slice(&message[at..at + out.len()]);
-    })?;
+    tiers.read_message((Tier::Device, after), &message, 0, &mut room, all)?;
     Ok(room)
-}
-
-/// Fills pieces with bytes that lie in one place, by the host's threads.
-pub(super) fn copied<'a>(host: &'a CpuDevice, bytes: &'a [u8]) -> impl FnMut(usize, &mut [u8]) + 'a {
-    |at, out| host.copy(&bytes[at..at + out.len()], out)
 }
 
 /// What gathered parameters pass: the memories, what the device is to have done before, and what each part becomes.
@@ -113,16 +113,41 @@ impl Source {
     }
 
     /// Their bytes, where the host can read them.
-    fn bytes(&self, way: Way) -> Result<Cow<'_, [u8]>> {
+    fn bytes(&self, way: Way) -> Result<Bytes<'_>> {
         match self {
+            Source::Memory(tier, tensor, elements) if tensor.is_on_host() => {
+                match way.tiers.of(*tier).host_bytes(way.after, tensor, elements.clone())? {
+                    Cow::Borrowed(bytes) => Ok(Bytes::InPlace(bytes)),
+                    Cow::Owned(_) => panic!("what is on the host is read in place"),
+                }
+            }
             Source::Memory(tier, tensor, elements) => {
-                Ok(way.tiers.of(*tier).host_bytes(way.after, tensor, elements.clone())?)
+                let mut message = way.tiers.message(elements.len() * tensor.element().bytes());
+                way.tiers.write_message((*tier, way.after), tensor, elements.clone(), &mut message, 0)?;
+                Ok(Bytes::Message(message))
             }
             Source::Disk(disk) => {
-                let mut values = vec![0.0; disk.elements];
-                disk.read_parameter(&mut values)?;
-                Ok(Cow::Owned(bytemuck::cast_slice(&values).to_vec()))
+                let mut message = way.tiers.message(disk.elements * size_of::<f32>());
+                disk.read_parameter(message.floats_mut())?;
+                Ok(Bytes::Message(message))
             }
+        }
+    }
+}
+
+/// Bytes that the host can read.
+enum Bytes<'a> {
+    InPlace(&'a [u8]),
+    Message(HostBuffer),
+}
+
+impl Deref for Bytes<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Bytes::InPlace(bytes) => bytes,
+            Bytes::Message(message) => message,
         }
     }
 }
@@ -136,7 +161,7 @@ fn write_as(host: &CpuDevice, element: Element, (kind, numbers): (Element, &[u8]
 }
 
 /// Numbers from their bytes, wherever these lie.
-pub(super) fn floats(bytes: &[u8]) -> Vec<f32> {
+fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.chunks_exact(4).map(|word| f32::from_ne_bytes([word[0], word[1], word[2], word[3]])).collect()
 }
 
@@ -185,16 +210,25 @@ pub(super) fn gather(
     // Each is let go of when it has been read: others may write to it from then on.
     let mut sources = sources.into_iter();
     let size = |place: usize| elements[place].bytes();
-    let (buffer, places) = collect(circle, me, parts, size, |place, out| {
+    let (message, places) = collect(tiers, circle, me, parts, size, |number, message, place| {
         let source = sources.next().expect("a source for each part");
-        write_as(&tiers.host, elements[place], (source.element(), &source.bytes(way)?), out);
-        Ok(())
+        let element = elements[number];
+        match &source {
+            Source::Memory(tier, numbers, some) if numbers.element() == element => {
+                tiers.write_message((*tier, after), numbers, some.clone(), message, place.start)
+            }
+            _ => {
+                let bytes = source.bytes(way)?;
+                tiers.host.round(&bytes, element, &mut message[place]);
+                Ok(())
+            }
+        }
     })?;
     for (tensor, copy) in targets {
         let mut elements = 0;
         for (part, place) in parts.iter().zip(&places).filter(|(part, _)| part.tensor == *tensor) {
-            let mut fill = copied(&tiers.host, &buffer[place.clone()]);
-            tiers.device.write_bytes(after, copy, part.slice.range(), &mut fill)?;
+            let there = part.slice.range();
+            tiers.read_message((Tier::Device, after), &message, place.start, copy, there)?;
             elements += part.slice.count();
         }
         zero_rest(&*tiers.device, after, copy, elements)?;
@@ -203,17 +237,18 @@ pub(super) fn gather(
 }
 
 /// What devices give each other, part after part, the elements of each of so many bytes; this device's are written by a
-/// function. Returns it with each part's place.
+/// function, each to its place. Returns it with each part's place.
 pub(super) fn collect(
+    tiers: &Tiers,
     circle: &Circle,
     me: usize,
     parts: &[GatheredPart],
     size: impl Fn(usize) -> usize,
-    mut write: impl FnMut(usize, &mut [u8]) -> Result,
-) -> Result<(Vec<u8>, Vec<Range<usize>>)> {
+    mut write: impl FnMut(usize, &mut HostBuffer, Range<usize>) -> Result,
+) -> Result<(HostBuffer, Vec<Range<usize>>)> {
     let length = |(place, part): (usize, &GatheredPart)| (part.device, part.slice.count() * size(place));
     let lengths = parts.iter().enumerate().map(length);
-    let mut buffer = vec![0u8; lengths.clone().map(|(_, length)| length).sum()];
+    let mut message = tiers.message(lengths.clone().map(|(_, length)| length).sum());
     let mut end = 0;
     let places: Vec<Range<usize>> = lengths
         .clone()
@@ -223,13 +258,13 @@ pub(super) fn collect(
         })
         .collect();
     for (number, place) in places.iter().enumerate().filter(|(number, _)| parts[*number].device == me) {
-        write(number, &mut buffer[place.clone()])?;
+        write(number, &mut message, place.clone())?;
     }
     if let Some(fabric) = circle.others().filter(|_| !parts.is_empty()) {
         let runs = runs(&circle.members, lengths);
-        collective::all_gather_bytes(fabric, &circle.members, &runs, &mut buffer, circle.tag)?;
+        collective::all_gather_bytes(fabric, &circle.members, &runs, &mut message, circle.tag)?;
     }
-    Ok((buffer, places))
+    Ok((message, places))
 }
 
 /// Every member's share of a group, in the members' order.

@@ -57,8 +57,13 @@ fn settings(folder: &Path, stop_at: Option<u64>) -> RunSettings {
 
 /// A table of just so many devices, all of which take part.
 fn table(chain: &Chain, devices: usize, draw: &mut Draw) -> Plan {
-    let shape =
-        StepShape { global_batch: 8, sequence: SEQUENCE, precision: Precision::Fp32, optimizer_states: 2 };
+    let shape = StepShape {
+        global_batch: 8,
+        sequence: SEQUENCE,
+        precision: Precision::Fp32,
+        optimizer_states: 2,
+        gradients: Default::default(),
+    };
     loop {
         let mut plan = draw::table(chain, shape, devices, draw);
         plan.devices.iter_mut().for_each(|device| device.workspace_bytes = CpuDevice::workspace_bytes(1));

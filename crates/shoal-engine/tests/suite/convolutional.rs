@@ -67,7 +67,13 @@ fn optimizer(lr: f64) -> OptimizerSettings {
 }
 
 fn shape(global_batch: usize) -> StepShape {
-    StepShape { global_batch, sequence: 1, precision: Precision::Fp32, optimizer_states: 2 }
+    StepShape {
+        global_batch,
+        sequence: 1,
+        precision: Precision::Fp32,
+        optimizer_states: 2,
+        gradients: Default::default(),
+    }
 }
 
 fn offer() -> DeviceOffer {

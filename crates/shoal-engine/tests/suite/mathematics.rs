@@ -94,6 +94,7 @@ impl Case {
             sequence: self.sequence,
             precision: Precision::Fp32,
             optimizer_states: 2,
+            gradients: Default::default(),
         };
         let activations = if recompute { Activations::Recompute } else { Activations::Keep };
         let plan = table(&chain, shape, &offer, micro_batch, activations, layer_first);

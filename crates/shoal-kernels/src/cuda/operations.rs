@@ -8,6 +8,7 @@ use std::sync::{Arc, PoisonError};
 use super::launch::{Address, DropoutParameter, Grid, Parameter, at_or_null, launch, piece};
 use super::locked::LockedSpace;
 use super::{CudaDevice, copies, element_of};
+use crate::buffer::HostBuffer;
 use crate::device::{
     AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
     Mark, Mat, MatMut, NormKind, Pass, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Span, Stamp, Sum, Updated,
@@ -249,6 +250,39 @@ impl Device for CudaDevice {
         let at = from.at(elements.start).0;
         // SAFETY: `from` is that long, and borrowed: nothing is asked of the device that writes it.
         unsafe { self.copies.copy_out(after, at, to.bytes_of_mut(there), &runs) }?;
+        Ok(true)
+    }
+
+    fn copy_to_buffer(
+        &self,
+        after: &Mark,
+        from: &Tensor,
+        elements: Range<usize>,
+        to: &mut HostBuffer,
+        first: usize,
+    ) -> Result<bool> {
+        assert!(!from.is_on_host() && elements.start <= elements.end && elements.end <= from.len());
+        let there = first..first + elements.len() * from.element().bytes();
+        let Some(runs) = to.locked_runs(there.clone()) else { return Ok(false) };
+        let at = from.at(elements.start).0;
+        // SAFETY: `from` is that long, and borrowed: nothing is asked of the device that writes it.
+        unsafe { self.copies.copy_out(after, at, &mut to[there], &runs) }?;
+        Ok(true)
+    }
+
+    fn copy_from_buffer(
+        &self,
+        after: &Mark,
+        from: &HostBuffer,
+        first: usize,
+        to: &mut Tensor,
+        elements: Range<usize>,
+    ) -> Result<bool> {
+        assert!(!to.is_on_host() && elements.start <= elements.end && elements.end <= to.len());
+        let here = first..first + elements.len() * to.element().bytes();
+        let Some(runs) = from.locked_runs(here.clone()) else { return Ok(false) };
+        // SAFETY: `to` is that long, and ours to write: what was asked of it before is over after the mark.
+        unsafe { self.copies.copy_in(after, to.at(elements.start).0, &from[here], &runs) }?;
         Ok(true)
     }
 

@@ -128,7 +128,8 @@ struct Pipeline<'a, 'b> {
     told: Vec<bool>,
     /// Backwards of a layer that still read its gathered parameters, by device.
     readings: HashMap<(usize, usize), usize>,
-    owner: Vec<usize>,
+    /// By layer, those that own what it uses.
+    owners: Vec<Vec<usize>>,
     /// What is brought in as it is needed.
     loaded: HashSet<(usize, Samples)>,
 }
@@ -143,10 +144,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             outgoing[edge.from].push(number);
             incoming[edge.to].push(number);
         }
-        let mut owner = vec![0; layout.chain.tensors.len()];
-        for layer in 0..layout.chain.layers.len() {
-            layout.owned(layer).iter().for_each(|tensor| owner[*tensor] = layer);
-        }
+        let owners = (0..layout.chain.layers.len()).map(|layer| owners(layout, layer)).collect();
         let mut pipeline = Pipeline {
             workers: (0..layout.plan.devices.len()).map(|_| Worker::default()).collect(),
             events: Events::default(),
@@ -161,7 +159,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             edges,
             outgoing,
             incoming,
-            owner,
+            owners,
         };
         pipeline.prepare();
         pipeline
@@ -191,23 +189,14 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             worker.most_stashed = worker.most_stashed.max(most);
             for layer in layers {
                 *self.readings.entry((device, layer)).or_default() += 1;
-                for owner in self.owners(layer) {
-                    *self.contributions.entry((device, owner)).or_default() += 1;
+                for owner in &self.owners[layer] {
+                    *self.contributions.entry((device, *owner)).or_default() += 1;
                 }
             }
         }
         for (worker, row) in self.workers.iter_mut().zip(&self.lists.layout.plan.devices) {
             worker.most_stashed = row.stash.unwrap_or(worker.most_stashed);
         }
-    }
-
-    /// Layers that own what a layer uses.
-    fn owners(&self, layer: usize) -> Vec<usize> {
-        let mut owners: Vec<usize> =
-            self.lists.layout.tensors(layer).iter().map(|tensor| self.owner[*tensor]).collect();
-        owners.sort_unstable();
-        owners.dedup();
-        owners
     }
 
     fn trains(&self) -> bool {
@@ -371,7 +360,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
     /// After one of a device's backwards of a layer: what is done with it then.
     fn finish_layer(&mut self, device: usize, layer: usize) {
         let layout = self.lists.layout;
-        for owner in self.owners(layer) {
+        for owner in self.owners[layer].iter().copied() {
             let left = self.contributions.get_mut(&(device, owner)).expect("every use was counted");
             *left -= 1;
             if *left == 0
@@ -396,7 +385,8 @@ impl<'a, 'b> Pipeline<'a, 'b> {
 
     /// Units before this one learn when their gradients will come.
     fn expect(&mut self, unit: usize, takes: f64) {
-        for edge in self.incoming[unit].clone() {
+        for place in 0..self.incoming[unit].len() {
+            let edge = self.incoming[unit][place];
             let Edge { from, piece, .. } = self.edges[edge];
             let way = self.way(unit, from, piece);
             let at = self.now + takes + way;
@@ -430,8 +420,8 @@ impl<'a, 'b> Pipeline<'a, 'b> {
         self.workers[device].is_busy = false;
         match work {
             Work::Forward => {
-                for edge in self.outgoing[number].clone() {
-                    self.hand_over(edge, Moved::Activation);
+                for place in 0..self.outgoing[number].len() {
+                    self.hand_over(self.outgoing[number][place], Moved::Activation);
                 }
                 if self.trains() {
                     if self.outgoing[number].is_empty() {
@@ -444,8 +434,8 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             Work::Remake => {}
             Work::Backward => {
                 self.workers[device].stashed -= 1;
-                for edge in self.incoming[number].clone() {
-                    self.hand_over(edge, Moved::Gradient);
+                for place in 0..self.incoming[number].len() {
+                    self.hand_over(self.incoming[number][place], Moved::Gradient);
                 }
             }
         }
@@ -517,6 +507,15 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             self.workers[device].backwards.insert(key);
         }
     }
+}
+
+/// Layers that own what a layer uses: the first users of its tensors.
+fn owners(layout: &Layout, layer: usize) -> Vec<usize> {
+    let mut owners: Vec<usize> =
+        layout.tensors(layer).iter().map(|tensor| layout.users(*tensor)[0]).collect();
+    owners.sort_unstable();
+    owners.dedup();
+    owners
 }
 
 /// The units in chain order, and which of them each share of each layer belongs to.

@@ -10,7 +10,13 @@ use shoal_plan::{
 /// Three devices; the first two each have all of every tensor but the last, which the third keeps.
 fn plan() -> Plan {
     let chain = Chain::new(&presets::gpt2(50, 16, 2, 4, 12));
-    let step = StepShape { global_batch: 4, sequence: 8, precision: Precision::Fp32, optimizer_states: 2 };
+    let step = StepShape {
+        global_batch: 4,
+        sequence: 8,
+        precision: Precision::Fp32,
+        optimizer_states: 2,
+        gradients: Default::default(),
+    };
     let offer =
         DeviceOffer { name: "device 0".into(), budget_bytes: 1 << 30, workspace_bytes: 0, rows_enough: 1 };
     let mut plan = table(&chain, step, &offer, 4, Activations::Keep, false);

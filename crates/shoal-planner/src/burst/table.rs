@@ -65,7 +65,7 @@ pub fn table_with(
     state: State,
     activations: Activations,
 ) -> Plan {
-    let StepShape { global_batch, sequence, precision, optimizer_states } = step;
+    let StepShape { global_batch, sequence, precision, optimizer_states, gradients } = step;
     let compute = |devices: &Vec<usize>| {
         let shares = devices.iter().enumerate().map(|(position, device)| Compute {
             device: *device,
@@ -99,6 +99,7 @@ pub fn table_with(
         sequence,
         precision,
         optimizer_states,
+        gradients,
         devices: device_rows(fleet),
         order: Order::LayerFirst,
         tensors: chain.tensors.iter().enumerate().map(tensor).collect(),

@@ -452,6 +452,7 @@ mod tests {
                 sequence: 16,
                 precision: Precision::Fp16,
                 optimizer_states: 2,
+                gradients: Default::default(),
             };
             let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
             let (devices, piece) = (device_rows(&fleet), 1 + draw.below(2));

@@ -19,7 +19,7 @@ use crate::device_rows;
 
 /// Instructions that may be compiled to try out what the model likes best, and to improve the best of that.
 const TRIED_INSTRUCTIONS: usize = 200_000;
-const POLISHED_INSTRUCTIONS: usize = 300_000;
+const POLISHED_INSTRUCTIONS: usize = 450_000;
 /// At least so many are tried, and at most.
 const TRIED_LEAST: usize = 3;
 const TRIED_MOST: usize = 60;
@@ -30,7 +30,7 @@ const POLISHED_SINGLES_MOST: usize = 3;
 const POLISHED_AGAIN_MOST: usize = 2;
 /// Of lineups that pieces pass once, so many of the best are looked at with several turns too, at so many sizes of pieces.
 const IN_TURNS_MOST: usize = 16;
-const IN_TURNS_SIZES: usize = 2;
+const IN_TURNS_SIZES: usize = 3;
 /// How much longer than the best a pipeline may take by the model to be tried at all, and for its lineup to be looked at with
 /// several turns.
 const PROMISING: f64 = 1.4;
@@ -51,6 +51,8 @@ const UNDER_WAY: usize = 2;
 const ROUNDING_BYTES: f64 = 1024.0;
 /// Sizes of pieces that are looked at.
 const PIECES: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
+/// Pipelines of at most so many stages are also changed in several stages at once.
+const SHIFTED_STAGES_MOST: usize = 6;
 /// Steps that are larger with pieces of one sample are tried and improved with a part of that effort.
 const SMALL_INSTRUCTIONS: usize = 5_000;
 const MEDIUM_PART: usize = 2;
@@ -160,6 +162,20 @@ fn stashed(mixed: &Mixed, programs: &[Program]) -> Vec<usize> {
         most
     };
     programs.iter().map(most).collect()
+}
+
+/// Takes a layer from one stage to another; those between have as many as before.
+fn shift(mixed: &mut Mixed, from: usize, to: usize) {
+    let stages = &mut mixed.stages;
+    for place in from.min(to)..from.max(to) {
+        // Each cut between the two moves by one, towards where the layer comes from.
+        let (before, after) = stages.split_at_mut(place + 1);
+        let (before, after) = (&mut before[place].layers, &mut after[0].layers);
+        match from < to {
+            true => (before.end, after.start) = (before.end - 1, after.start - 1),
+            false => (before.end, after.start) = (before.end + 1, after.start + 1),
+        }
+    }
 }
 
 /// Sizes of pieces worth a look.
@@ -507,6 +523,17 @@ impl Search<'_> {
                 found.push(other);
             }
         };
+        // Waiting is passed on from stage to stage: one that may stash more gains little where the next may not.
+        let capped = mixed.stages.iter().filter(|stage| stage.stash.is_some()).count();
+        if (2..=SHIFTED_STAGES_MOST).contains(&capped) {
+            for more in [|stash: usize| 2 * stash, |stash| stash + 2, |stash| stash + 1] {
+                with(&|mixed| {
+                    for stash in mixed.stages.iter_mut().filter_map(|stage| stage.stash.as_mut()) {
+                        *stash = more(*stash);
+                    }
+                });
+            }
+        }
         for (place, stages) in mixed.stages.windows(2).enumerate() {
             // A head that returns stays what it is.
             let returned = place + 2 == mixed.stages.len() && stages[1].devices == mixed.stages[0].devices;
@@ -521,6 +548,16 @@ impl Search<'_> {
                     mixed.stages[place].layers.end -= 1;
                     mixed.stages[place + 1].layers.start -= 1;
                 });
+            }
+        }
+        // A layer that passes the stages between.
+        let ends = mixed.stages.len() >= 2
+            && mixed.stages[mixed.stages.len() - 1].devices == mixed.stages[0].devices;
+        let movable = mixed.stages.len() - usize::from(ends);
+        let few = movable <= SHIFTED_STAGES_MOST;
+        for (from, to) in (0..movable).flat_map(|from| (0..movable).map(move |to| (from, to))) {
+            if few && from.abs_diff(to) > 1 && mixed.stages[from].layers.len() > 1 {
+                with(&|mixed| shift(mixed, from, to));
             }
         }
         for place in 0..mixed.stages.len() {

@@ -44,6 +44,7 @@ pub fn table(
         sequence: step.sequence,
         precision: step.precision,
         optimizer_states: step.optimizer_states,
+        gradients: step.gradients,
         devices,
         order: mixed.order,
         tensors: tensors.collect(),

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::stages::{Choice, Judge};
+use super::stages::{Choice, Judge, Run};
 
 /// Places times layers up to which every cut that could be the best is looked at.
 const FEW_CUTS: usize = 100;
@@ -56,13 +56,47 @@ struct Row {
     end: Vec<u32>,
 }
 
-fn row(judge: &Judge, place: Place, depth: usize, next: Option<&Row>, reserve: u64, aim: Aim) -> Row {
+/// All runs of layers on devices of each class, as far as they were asked for: rows look at them again and again.
+#[derive(Default)]
+struct Runs {
+    /// By class, then first layer, then last.
+    of: Vec<Vec<Vec<Run>>>,
+}
+
+impl Runs {
+    fn of(&mut self, judge: &Judge, class: usize) -> &[Vec<Run>] {
+        if self.of.len() <= class {
+            self.of.resize_with(class + 1, Vec::new);
+        }
+        let runs = &mut self.of[class];
+        if runs.is_empty() {
+            let layers = judge.chain.layers.len();
+            runs.extend((0..layers).map(|start| {
+                let mut run = judge.run(start);
+                let longer = |_| {
+                    judge.add(&mut run, class);
+                    run.clone()
+                };
+                (start..layers).map(longer).collect()
+            }));
+        }
+        runs
+    }
+}
+
+fn row(
+    judge: &Judge,
+    runs: &[Vec<Run>],
+    place: Place,
+    depth: usize,
+    next: Option<&Row>,
+    reserve: u64,
+    aim: Aim,
+) -> Row {
     let layers = judge.chain.layers.len();
     let mut row = Row { best: vec![f64::INFINITY; layers + 1], end: vec![0; layers + 1] };
-    for start in 0..layers {
-        let mut run = judge.run(start);
-        for end in start + 1..=layers {
-            judge.add(&mut run, place.class);
+    for (start, runs) in runs.iter().enumerate() {
+        for (end, run) in (start + 1..).zip(runs) {
             let limit = match aim {
                 Aim::Period => row.best[start],
                 Aim::Fill(limit) => limit,
@@ -79,7 +113,7 @@ fn row(judge: &Judge, place: Place, depth: usize, next: Option<&Row>, reserve: u
             if behind == f64::INFINITY || behind.max(transfer) >= row.best[start] {
                 continue;
             }
-            let Some(choice) = judge.choose(&run, place.class, depth, reserve) else { continue };
+            let Some(choice) = judge.choose(run, place.class, depth, reserve) else { continue };
             let value = match aim {
                 Aim::Period => choice.period.max(transfer).max(behind),
                 Aim::Fill(limit) if choice.period.max(transfer) > limit => continue,
@@ -99,6 +133,7 @@ fn follow<'a>(
     places: &[Place],
     rows: impl Iterator<Item = &'a Row>,
     reserves: &[u64],
+    runs: &mut Runs,
 ) -> Option<Cut> {
     let mut cut = Cut { stages: Vec::new(), period: 0.0, fill: 0.0 };
     let mut start = 0;
@@ -107,10 +142,9 @@ fn follow<'a>(
             return None;
         }
         let end = row.end[start] as usize;
-        let mut run = judge.run(start);
-        (start..end).for_each(|_| judge.add(&mut run, place.class));
+        let run = &runs.of(judge, place.class)[start][end - start - 1];
         let reserve = reserves.get(number).copied().unwrap_or(0);
-        let choice = judge.choose(&run, place.class, places.len() - number, reserve)?;
+        let choice = judge.choose(run, place.class, places.len() - number, reserve)?;
         let transfer = place.link.map_or(0.0, |link| judge.sized.transfer(link, end));
         cut.period = cut.period.max(choice.period).max(transfer);
         cut.fill += choice.seconds + 2.0 * transfer;
@@ -124,8 +158,9 @@ fn follow<'a>(
 /// and layers; else among cuts whose period is a little longer than the least.
 pub(super) fn best_cut(judge: &Judge, places: &[Place], reserves: &[u64], count: usize) -> Option<Cut> {
     let seconds = |cut: &Cut| cut.fill + count.saturating_sub(1) as f64 * cut.period;
-    let within = |period: f64| cut_by(judge, places, reserves, Aim::Fill(period));
-    let mut best = cut_by(judge, places, reserves, Aim::Period)?;
+    let mut runs = Runs::default();
+    let mut best = cut_by(judge, places, reserves, Aim::Period, &mut runs)?;
+    let mut within = |period: f64| cut_by(judge, places, reserves, Aim::Fill(period), &mut runs);
     let least = best.period;
     let mut keep = |cut: &Cut| {
         if seconds(cut) < seconds(&best) {
@@ -145,13 +180,14 @@ pub(super) fn best_cut(judge: &Judge, places: &[Place], reserves: &[u64], count:
     Some(best)
 }
 
-fn cut_by(judge: &Judge, places: &[Place], reserves: &[u64], aim: Aim) -> Option<Cut> {
+fn cut_by(judge: &Judge, places: &[Place], reserves: &[u64], aim: Aim, runs: &mut Runs) -> Option<Cut> {
     let mut rows: Vec<Row> = Vec::with_capacity(places.len());
     for (behind, place) in places.iter().rev().enumerate() {
         let reserve = reserves.get(places.len() - 1 - behind).copied().unwrap_or(0);
-        rows.push(row(judge, *place, behind + 1, rows.last(), reserve, aim));
+        let runs = runs.of(judge, place.class);
+        rows.push(row(judge, runs, *place, behind + 1, rows.last(), reserve, aim));
     }
-    follow(judge, places, rows.iter().rev(), reserves)
+    follow(judge, places, rows.iter().rev(), reserves, runs)
 }
 
 /// Rows of many device lists, of which those with the same end share what is known of it.
@@ -159,6 +195,7 @@ fn cut_by(judge: &Judge, places: &[Place], reserves: &[u64], aim: Aim) -> Option
 pub(super) struct Suffixes {
     rows: Vec<(Option<usize>, Row)>,
     known: HashMap<(Option<usize>, Place), usize>,
+    runs: Runs,
 }
 
 impl Suffixes {
@@ -169,7 +206,8 @@ impl Suffixes {
             let known = self.known.get(&(behind, *place)).copied();
             let number = known.unwrap_or_else(|| {
                 let next = behind.map(|behind| &self.rows[behind].1);
-                let row = row(judge, *place, depth + 1, next, 0, Aim::Period);
+                let runs = self.runs.of(judge, place.class);
+                let row = row(judge, runs, *place, depth + 1, next, 0, Aim::Period);
                 self.rows.push((behind, row));
                 self.known.insert((behind, *place), self.rows.len() - 1);
                 self.rows.len() - 1
@@ -181,7 +219,7 @@ impl Suffixes {
             rows.push(&self.rows[number].1);
             behind = self.rows[number].0;
         }
-        follow(judge, places, rows.into_iter(), &[])
+        follow(judge, places, rows.into_iter(), &[], &mut self.runs)
     }
 }
 
@@ -281,8 +319,13 @@ mod tests {
                     stash: None,
                 })
                 .collect();
-            let step =
-                StepShape { global_batch: 8, sequence: 16, precision: Precision::Fp32, optimizer_states: 2 };
+            let step = StepShape {
+                global_batch: 8,
+                sequence: 16,
+                precision: Precision::Fp32,
+                optimizer_states: 2,
+                gradients: Default::default(),
+            };
             let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
             let mut classes = Classes::new(&fleet, &rows);
             let places: Vec<Place> = (0..devices)

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 use shoal_plan::{Activations, CompileError, DeviceRow, MemoryForecast, Order, Plan, ProgramError};
-use shoal_sim::clock::DeviceTime;
+use shoal_sim::Simulated;
 use thiserror::Error;
 
 use super::{Pipeline, State};
@@ -20,6 +20,8 @@ pub struct PipelineWanted {
     pub state: Option<State>,
     /// The fleet's devices as plans know them; by default with all their memory ([`crate::device_rows`]).
     pub devices: Option<Vec<DeviceRow>>,
+    /// Machines that may be lost at once. Of plans so large that only one is played through, that one has its mirrors.
+    pub survive: usize,
 }
 
 /// The best pipeline that was found.
@@ -33,8 +35,8 @@ pub struct PipelinePlanned {
     pub pipeline_seconds: f64,
     /// By the model, before it was simulated.
     pub estimated_seconds: f64,
+    pub simulated: Simulated,
     /// By device of the fleet.
-    pub devices: Vec<DeviceTime>,
     pub memory: Vec<MemoryForecast>,
     pub bottleneck: Bottleneck,
     /// The best of another kind: other replicas, order, micro-batch or place of state.

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use shoal_plan::Activations;
+use shoal_plan::{Activations, parallel};
 
 use super::candidate::Confirmed;
 use super::outcome::PipelineError;
@@ -11,7 +11,6 @@ use super::search::Search;
 use super::trial::Tried;
 use super::{Pipeline, Replica, Stage};
 use crate::bound::Within;
-use crate::parallel;
 
 /// Instructions that may be played through to make a good plan better, step by step.
 pub(super) const POLISHED_INSTRUCTIONS: usize = 150_000;

@@ -64,15 +64,16 @@ impl Search<'_> {
             // Of a byte for each parameter, once around.
             let around = once * (count - 1) as f64 / count as f64;
             let copy = self.step.precision.bytes() as f64;
+            let sent = self.step.gradients.bytes() as f64;
             let own = parameters / count as u64;
             let (reduce, update, renew) = match candidate.state {
-                State::Whole => (8.0 * around, self.costs.update(*device, parameters), 0.0),
-                State::Divided => (4.0 * around, self.costs.update(*device, own), copy * around),
+                State::Whole => ((sent + 4.0) * around, self.costs.update(*device, parameters), 0.0),
+                State::Divided => (sent * around, self.costs.update(*device, own), copy * around),
                 State::Host => {
                     let Device { host_link, node, .. } = &fleet.devices[*device];
                     let host = parameters as f64 / host_link.bytes_per_second;
                     let update = self.costs.host_update(*node, own);
-                    (4.0 * around.max(host), update, copy * around.max(host))
+                    ((sent * around).max(4.0 * host), update, copy * around.max(host))
                 }
             };
             // Stages nearer the loss are done earlier, and reduce while the others still work.

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
 use shoal_plan::one_device::StepShape;
-use shoal_plan::{Activations, Order};
+use shoal_plan::{Activations, Order, parallel};
 
 use super::candidate::{Candidate, Confirmed, Key, Options, Row, Trial, Tuned, bucket, stages};
 use super::cuts::{Cut, Place, Suffixes, best_cut, shortage};
@@ -17,7 +17,6 @@ use super::stages::{Classes, Judge, Sized, StateBytes, TensorBytes, parameters};
 use super::trial::Bench;
 use super::{Pipeline, Replica, State};
 use crate::device_rows;
-use crate::parallel;
 
 /// How many candidates are tried replica by replica, as whole steps, and improved step by step: at least so many, at
 /// most so many, and between them as many as have so many instructions in all.
@@ -213,7 +212,10 @@ impl<'a> Search<'a> {
     /// The best of different kinds, in every order and with state in every place that is in question.
     fn variants(&self, candidates: &mut Vec<Candidate>, states: &[State]) -> Vec<Candidate> {
         let Some(first) = candidates.first() else { return Vec::new() };
-        let (best, count) = (first.seconds, TRIED.count(self.instructions(&self.pipeline(first))));
+        let instructions = self.instructions(&self.pipeline(first));
+        let (best, count) = (first.seconds, TRIED.count(instructions));
+        // By the model, state is never better everywhere than in slices. Where only one plan is played through that decides.
+        let states = if instructions > LARGE_INSTRUCTIONS { &states[..1] } else { states };
         let varied = count.div_ceil(VARIED);
         let mut kinds: Vec<Candidate> = Vec::new();
         candidates.retain(|candidate| {
@@ -445,12 +447,14 @@ impl<'a> Search<'a> {
     fn confirm(&self, candidates: Vec<Candidate>) -> Result<Option<PipelinePlanned>, PipelineError> {
         let Some(first) = candidates.first() else { return Ok(None) };
         let instructions = self.instructions(&self.pipeline(first));
-        let wanted = if instructions > LARGE_INSTRUCTIONS { 1 } else { CONFIRMED.count(instructions) };
+        let is_large = instructions > LARGE_INSTRUCTIONS;
+        let wanted = if is_large { 1 } else { CONFIRMED.count(instructions) };
+        let survive = if is_large { self.wanted.survive } else { 0 };
         let mut confirmed: Vec<Confirmed> = Vec::new();
         let mut candidates = candidates.into_iter().peekable();
         while confirmed.len() < wanted && candidates.peek().is_some() {
             let next: Vec<Candidate> = candidates.by_ref().take(wanted - confirmed.len()).collect();
-            for tried in parallel::map(&next, |candidate| self.confirm_one(candidate)) {
+            for tried in parallel::map(&next, |candidate| self.confirm_one(candidate, survive)) {
                 confirmed.extend(tried?);
             }
         }
@@ -495,19 +499,19 @@ impl<'a> Search<'a> {
             estimated_seconds,
             seconds: tried.seconds,
             pipeline_seconds: tried.pipeline_seconds,
-            devices: tried.devices,
+            simulated: tried.simulated,
             memory: tried.memory,
             plan: tried.plan,
             runner_up,
         }))
     }
 
-    /// A candidate's whole step, cut again while it does not fit.
-    fn confirm_one(&self, candidate: &Candidate) -> Result<Option<Confirmed>, PipelineError> {
+    /// A candidate's whole step, with mirrors for so many losses, cut again while it does not fit.
+    fn confirm_one(&self, candidate: &Candidate, survive: usize) -> Result<Option<Confirmed>, PipelineError> {
         let mut candidate = candidate.clone();
         for _ in 0..CORRECTIONS {
             let pipeline = self.pipeline(&candidate);
-            let tried = self.bench.step(&pipeline)?;
+            let tried = self.bench.step_mirrored(&pipeline, survive)?;
             let short = self.bench.short(&tried);
             if short.is_empty() {
                 let (estimated_seconds, kind) = (candidate.seconds, candidate.kind());

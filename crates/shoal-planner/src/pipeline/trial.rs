@@ -5,16 +5,16 @@ use std::collections::HashMap;
 
 use shoal_fleet::{Costs, Fleet};
 use shoal_model::Chain;
-use shoal_plan::memory::forecast_in;
+use shoal_plan::memory::{forecast_in, forecasts};
 use shoal_plan::one_device::StepShape;
 use shoal_plan::{DeviceRow, Layout, MemoryForecast, Op, Order, Plan, Program, Purpose, compile_in};
-use shoal_sim::clock::DeviceTime;
 use shoal_sim::{FleetWorld, Settings, Simulated, simulate};
 
 use super::outcome::PipelineError;
 use super::shares::Pace;
 use super::{Pipeline, Replica, State, table};
 use crate::bound::Within;
+use crate::mirrors::mirrored;
 
 /// Micro-batches a device of depth, and a few more, after which every further one takes the same.
 const SETTLED: usize = 3;
@@ -38,7 +38,7 @@ pub(super) struct Tried {
     pub foreseen_seconds: f64,
     /// Until the last backward.
     pub pipeline_seconds: f64,
-    pub devices: Vec<DeviceTime>,
+    pub simulated: Simulated,
     pub memory: Vec<MemoryForecast>,
 }
 
@@ -57,13 +57,25 @@ impl Bench<'_> {
 
     /// The whole step.
     pub fn step(&self, pipeline: &Pipeline) -> Result<Tried, PipelineError> {
-        let tried = self.step_within(pipeline, Within::any())?;
-        Ok(tried.expect("no step takes forever"))
+        self.whole(self.plan(pipeline))
+    }
+
+    /// The same with the mirrors that survive so many losses, if there is room for them.
+    pub fn step_mirrored(&self, pipeline: &Pipeline, survive: usize) -> Result<Tried, PipelineError> {
+        let plan = self.plan(pipeline);
+        self.whole(mirrored(&plan, self.fleet, survive).unwrap_or(plan))
+    }
+
+    fn whole(&self, plan: Plan) -> Result<Tried, PipelineError> {
+        Ok(self.play_within(plan, Within::any())?.expect("no step takes forever"))
     }
 
     /// The same, if it is of interest: memory is looked at only then.
     pub fn step_within(&self, pipeline: &Pipeline, within: Within) -> Result<Option<Tried>, PipelineError> {
-        let plan = self.plan(pipeline);
+        self.play_within(self.plan(pipeline), within)
+    }
+
+    fn play_within(&self, plan: Plan, within: Within) -> Result<Option<Tried>, PipelineError> {
         let layout = Layout::new(&plan, self.chain);
         let world = FleetWorld::new(self.fleet, self.costs, &layout);
         let Some(ordered) = within.order(&layout, &world)? else { return Ok(None) };
@@ -73,10 +85,11 @@ impl Bench<'_> {
         if simulated.seconds >= within.seconds {
             return Ok(None);
         }
-        let memory = programs.iter().map(|program| forecast_in(program, &layout)).collect();
+        let memory = forecasts(&programs, &layout);
         let pipeline_seconds = last_backward(&programs, &simulated);
-        let Simulated { seconds, devices, .. } = simulated;
-        Ok(Some(Tried { seconds, foreseen_seconds, pipeline_seconds, devices, memory, plan }))
+        let seconds = simulated.seconds;
+        drop(layout);
+        Ok(Some(Tried { seconds, foreseen_seconds, pipeline_seconds, simulated, memory, plan }))
     }
 
     /// Whether a step fits, without playing it through.

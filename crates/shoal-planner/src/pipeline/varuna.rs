@@ -59,7 +59,13 @@ pub fn machines(count: usize) -> Fleet {
 }
 
 fn shape(global_batch: usize) -> StepShape {
-    StepShape { global_batch, sequence: SEQUENCE, precision: Precision::Fp16, optimizer_states: 2 }
+    StepShape {
+        global_batch,
+        sequence: SEQUENCE,
+        precision: Precision::Fp16,
+        optimizer_states: 2,
+        gradients: Default::default(),
+    }
 }
 
 /// A model on a number of machines, four ways.
@@ -289,8 +295,8 @@ impl Case {
             };
             // Whether it fits is soon said; how long it takes only of what fits.
             if bench.fits(&round)? {
-                let Tried { seconds, pipeline_seconds, devices, .. } = bench.step(&round)?;
-                let busy = devices.iter().map(|device| device.computing + device.recomputing);
+                let Tried { seconds, pipeline_seconds, simulated, .. } = bench.step(&round)?;
+                let busy = simulated.devices.iter().map(|device| device.computing + device.recomputing);
                 let computing = busy.fold(0.0, f64::max) * rounds as f64;
                 let total = pipeline_seconds * rounds as f64 + (seconds - pipeline_seconds);
                 return Ok(Some(Other::new(total, computing, seconds - pipeline_seconds, true, ours)));

@@ -8,8 +8,9 @@ use shoal_plan::{DeviceRow, Held, Holder, Plan, common};
 
 use super::InForce;
 
-/// The same plan with its places taken by those of the equal devices that have the most of what each needs.
-pub(super) fn seated(plan: Plan, fleet: &Fleet, in_force: &InForce) -> Plan {
+/// The same plan with its places taken by those of the equal devices that have the most of what each needs; and who has taken
+/// each, if not all stay where they are.
+pub(super) fn seated(plan: Plan, fleet: &Fleet, in_force: &InForce) -> (Plan, Option<Vec<usize>>) {
     let kept = Kept::new(&plan, fleet, in_force);
     let mut devices: Vec<usize> = (0..fleet.devices.len()).collect();
     let nodes =
@@ -24,10 +25,10 @@ pub(super) fn seated(plan: Plan, fleet: &Fleet, in_force: &InForce) -> Plan {
         }
     }
     if devices.iter().enumerate().all(|(place, device)| place == *device) {
-        return plan;
+        return (plan, None);
     }
     let rows = plan.devices.iter().map(|row| DeviceRow { stash: None, ..row.clone() }).collect();
-    moved(&plan, rows, &devices)
+    (moved(&plan, rows, &devices), Some(devices))
 }
 
 /// A table for other rows of devices, each of its devices in a new place among them.

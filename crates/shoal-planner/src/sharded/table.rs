@@ -56,6 +56,7 @@ pub fn table(chain: &Chain, step: StepShape, fleet: &Fleet, decision: &Decision)
         sequence: step.sequence,
         precision: step.precision,
         optimizer_states: step.optimizer_states,
+        gradients: step.gradients,
         devices: fleet.devices.iter().zip(&decision.devices).map(row).collect(),
         order: Order::LayerFirst,
         layers: layers.collect(),

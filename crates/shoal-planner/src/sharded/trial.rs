@@ -23,6 +23,9 @@ const PASSES_MAX: usize = 4;
 const BEAM_WIDTH: usize = 8;
 const BEAM_STEPS_MAX: usize = 4;
 
+/// Ways of a device that are tried for a number of samples where devices are few.
+const CHOICES_MAX: usize = 6;
+
 /// How much longer devices may take where that leaves more room.
 const SLACKS: [f64; 4] = [1.02, 1.1, 1.3, 2.0];
 
@@ -326,8 +329,8 @@ impl<'a> Trial<'a> {
         }
     }
 
-    /// Ways worth trying for so many samples on a device: those than which none is both faster and leaves more room, all
-    /// of them or, where there are many devices, the ends and the middle.
+    /// Ways worth trying for so many samples on a device: those than which none is both faster and leaves more room, or,
+    /// where these are many, some from end to end.
     fn choices(&self, device: usize, samples: usize) -> Vec<Load> {
         let Some(worker) = self.kind_of[device].map(|kind| &self.workers[kind]) else { return Vec::new() };
         let seconds = |load: &Load| load.way.map_or(0.0, |way| worker.seconds(way, samples));
@@ -340,10 +343,11 @@ impl<'a> Trial<'a> {
                 best.push(load);
             }
         }
-        if self.search.has_few_devices() || best.len() < 3 {
+        let most = if self.search.has_few_devices() { CHOICES_MAX } else { 3 };
+        if best.len() <= most {
             return best;
         }
-        vec![best[0], best[best.len() / 2], best[best.len() - 1]]
+        (0..most).map(|place| best[place * (best.len() - 1) / (most - 1)]).collect()
     }
 
     /// One of the devices of each kind that have the same to do.
@@ -577,7 +581,7 @@ mod tests {
         ) {
             let chain = Chain::new(&presets::gpt2(512, 64 * width, 3, 4, 64));
             let fleet = fleet(&kinds[..count], apart, gigabits);
-            let step = StepShape { global_batch: batch, sequence: 32, precision: Precision::Fp32, optimizer_states: 2 };
+            let step = StepShape { global_batch: batch, sequence: 32, precision: Precision::Fp32, optimizer_states: 2 , gradients: Default::default()};
             let (found, least) = both(&chain, step, &fleet, &budgets, None, EXHAUSTIVE_MAX);
             prop_assert_eq!(found, least);
         }
@@ -594,7 +598,13 @@ mod tests {
             let ((count, batch), kinds, budgets, (apart, gigabits, half), activations) = asked;
             let fleet = fleet(&kinds[..count], apart, gigabits);
             let precision = if half { Precision::Fp16 } else { Precision::Fp32 };
-            let step = StepShape { global_batch: batch, sequence: 512, precision, optimizer_states: 2 };
+            let step = StepShape {
+                global_batch: batch,
+                sequence: 512,
+                precision,
+                optimizer_states: 2,
+                gradients: Default::default(),
+            };
             // One of them at a time, so that brute force comes to an end.
             let activations = [Activations::Keep, Activations::Recompute, Activations::Offload][activations];
             let (found, least) = both(&chain, step, &fleet, &budgets, Some(activations), 0);

@@ -202,6 +202,7 @@ fn table(stated: &Stated) -> Plan {
         sequence: stated.sequence,
         precision: stated.precision,
         optimizer_states: OPTIMIZER_STATES,
+        gradients: Default::default(),
     };
     let mut plan = pipeline::table(&stated.chain, step, devices.collect(), &pipeline);
     if fetched {

@@ -80,7 +80,7 @@ fn chain() -> impl Strategy<Value = Chain> {
 
 fn step(global_batch: usize, half: bool) -> StepShape {
     let precision = if half { Precision::Bf16 } else { Precision::Fp32 };
-    StepShape { global_batch, sequence: 8, precision, optimizer_states: 2 }
+    StepShape { global_batch, sequence: 8, precision, optimizer_states: 2, gradients: Default::default() }
 }
 
 /// What compiles, verifies and meets; the most bytes that a device needs.
@@ -174,7 +174,13 @@ fn short_memory_slices_the_state_then_recomputes_then_says_how_much_is_short() {
 #[test]
 fn the_simulator_agrees_with_the_cost_model() {
     let chain = Chain::convolutional(&convolutional::preset("vgg16").unwrap());
-    let step = StepShape { global_batch: 256, sequence: 1, precision: Precision::Bf16, optimizer_states: 1 };
+    let step = StepShape {
+        global_batch: 256,
+        sequence: 1,
+        precision: Precision::Bf16,
+        optimizer_states: 1,
+        gradients: Default::default(),
+    };
     let a100s = "host_memory = \"512 GiB\"\nnetwork = \"100 Gbit/s\"\ndevices = [{ kind = \"A100\", count";
     for (count, each, link) in [
         (8, 1, ""),

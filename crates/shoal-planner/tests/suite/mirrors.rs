@@ -23,8 +23,13 @@ fn chain() -> Chain {
     Chain::new(&presets::gpt2(50, 64, 6, 4, 32))
 }
 
-const STEP: StepShape =
-    StepShape { global_batch: 8, sequence: 32, precision: Precision::Fp32, optimizer_states: 2 };
+const STEP: StepShape = StepShape {
+    global_batch: 8,
+    sequence: 32,
+    precision: Precision::Fp32,
+    optimizer_states: 2,
+    gradients: shoal_plan::GradientWire::Fp32,
+};
 
 /// Slices that nobody has once some machines are gone.
 fn lost(plan: &Plan, fleet: &Fleet, gone: &[usize]) -> usize {

@@ -16,8 +16,13 @@ use shoal_planner::{GPU_PROCESS_BYTES, GPU_WORKSPACE_BYTES};
 /// Of a GPU, what its process takes for itself.
 const RESERVED_MEGABYTES: u64 = (GPU_PROCESS_BYTES + GPU_WORKSPACE_BYTES) / 1_000_000 + 1;
 
-const STEP: StepShape =
-    StepShape { global_batch: 8, sequence: 16, precision: Precision::Fp32, optimizer_states: 2 };
+const STEP: StepShape = StepShape {
+    global_batch: 8,
+    sequence: 16,
+    precision: Precision::Fp32,
+    optimizer_states: 2,
+    gradients: shoal_plan::GradientWire::Fp32,
+};
 
 /// Machines, each a table of a fleet file and its name.
 fn fleet(machines: &[String]) -> Fleet {

@@ -17,7 +17,13 @@ fn replicas(machines: &BTreeSet<String>) -> Option<Step> {
     if count == 0 {
         return None;
     }
-    let step = StepShape { global_batch: 12, sequence: 8, precision: Precision::Fp32, optimizer_states: 2 };
+    let step = StepShape {
+        global_batch: 12,
+        sequence: 8,
+        precision: Precision::Fp32,
+        optimizer_states: 2,
+        gradients: Default::default(),
+    };
     let pipeline = Pipeline {
         replicas: (0..count)
             .map(|replica| Replica {

@@ -15,7 +15,13 @@ fn host(devices: usize, memory: &str, host_memory: &str) -> Fleet {
 }
 
 fn step(global_batch: usize) -> StepShape {
-    StepShape { global_batch, sequence: 1024, precision: Precision::Fp16, optimizer_states: 2 }
+    StepShape {
+        global_batch,
+        sequence: 1024,
+        precision: Precision::Fp16,
+        optimizer_states: 2,
+        gradients: Default::default(),
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod trace;
 
 use std::path::PathBuf;
 
+use shoal_fleet::Profile;
 use shoal_plan::{Layout, Meetings, Purpose, compile_paced, memory, verify_all};
 use shoal_planner::breakdown;
 use shoal_sim::{FleetWorld, Jitter, Settings, simulate};
@@ -39,6 +40,9 @@ pub struct Options {
     /// Set a step that really ran beside this: a trace that `shoal lab --record` wrote
     #[arg(long, value_name = "TRACE", conflicts_with = "trace")]
     against: Option<PathBuf>,
+    /// Write the profile again, with layers lasting as long as they did in that trace
+    #[arg(long, value_name = "FILE", requires_all = ["against", "profile"])]
+    correct: Option<PathBuf>,
     /// Draw what each device does when: FILE.svg, or FILE.html to point at instructions
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
@@ -76,6 +80,16 @@ pub fn run(options: Options) -> Result {
         match options.json {
             true => println!("{}", comparison.json()),
             false => comparison.print(),
+        }
+        if let (Some(to), Some(profile)) = (&options.correct, &options.on.profile) {
+            let seen = against::seen(&trace, &programs, &chain, &on);
+            let (profile, corrections) = Profile::read(profile)?.corrected(job.precision, &seen);
+            profile.write(to)?;
+            match options.json {
+                true => {}
+                false => against::print_corrections(&corrections),
+            }
+            eprintln!("wrote {}", to.display());
         }
         return Ok(());
     }

@@ -231,7 +231,7 @@ fn plan(
 fn shape(model: &Model, settings: &TrialSettings) -> StepShape {
     let TrialSettings { batch, sequence, precision, .. } = *settings;
     let optimizer_states = optimizer(model).state_names().len();
-    StepShape { global_batch: batch, sequence, precision, optimizer_states }
+    StepShape { global_batch: batch, sequence, precision, optimizer_states, gradients: Default::default() }
 }
 
 /// Whether all of it fits the device.

@@ -33,6 +33,7 @@ const KEYS: &[(&str, &[&str])] = &[
             "steps",
             "seed",
             "precision",
+            "gradients",
             "deterministic",
             "label_smoothing",
             "norm_group",

@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 use shoal_engine::{Interval, Replay};
 use shoal_model::{Chain, Model, Precision, UnknownPrecision};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule};
-use shoal_plan::{Activations, Preferences};
+use shoal_plan::{Activations, GradientWire, Preferences};
 use shoal_state::checkpoint::Location;
 
 use crate::error::{CliError, Result};
@@ -94,6 +94,8 @@ pub struct Job {
     pub steps: u64,
     pub seed: u64,
     pub precision: Precision,
+    /// In what gradients go from device to device.
+    pub gradients: GradientWire,
     /// Whether the same job must give the same bits on the same GPU.
     pub deterministic: bool,
     pub optimizer: OptimizerSettings,
@@ -222,6 +224,7 @@ impl Job {
             ("data.tokenizer".to_owned(), json!(self.tokenizer_path())),
             ("train.steps".to_owned(), json!(self.steps)),
             ("train.precision".to_owned(), json!(self.precision)),
+            ("train.gradients".to_owned(), json!(self.gradients)),
             ("train.optimizer".to_owned(), json!(self.optimizer)),
             ("train.schedule".to_owned(), json!(self.schedule)),
         ]);
@@ -334,6 +337,14 @@ impl Validator<'_> {
             let what = format!("\"{}\" is not a precision", train.precision);
             self.bad("train.precision", what, known.to_string())
         })?;
+        let gradients = match train.gradients.as_str() {
+            "fp32" => GradientWire::Fp32,
+            "bf16" => GradientWire::Bf16,
+            other => {
+                let hint = "gradients go between devices in \"fp32\" or \"bf16\"";
+                return Err(self.bad("train.gradients", format!("is \"{other}\""), hint));
+            }
+        };
         let interval = |key: &str, text: &str| {
             units::interval(text).map_err(|what| {
                 self.bad(key, what, "write \"100 steps\", \"30s\", \"5m\", \"2h\" or \"auto\"")
@@ -371,6 +382,7 @@ impl Validator<'_> {
             steps: train.steps,
             seed: train.seed,
             precision,
+            gradients,
             deterministic: train.deterministic,
             optimizer: self.optimizer(train.optimizer)?,
             schedule: self.schedule(train.schedule)?,

@@ -61,6 +61,8 @@ pub(super) struct Train {
     pub seed: u64,
     #[serde(default = "fp32")]
     pub precision: String,
+    #[serde(default = "fp32")]
+    pub gradients: String,
     #[serde(default)]
     pub deterministic: bool,
     pub label_smoothing: Option<f32>,

@@ -115,6 +115,7 @@ impl Run {
             sequence,
             precision: PRECISION,
             optimizer_states: OPTIMIZER_STATES,
+            gradients: Default::default(),
         };
         pipeline::table(chain, step, devices.collect(), &pipeline)
     }

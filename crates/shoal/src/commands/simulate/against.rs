@@ -4,11 +4,14 @@
 use std::collections::{HashMap, HashSet};
 
 use serde_json::json;
-use shoal_plan::{Meetings, Plan, Program};
+use shoal_fleet::{Correction, Seen};
+use shoal_model::Chain;
+use shoal_plan::{Meetings, Op, Plan, Program};
 use shoal_sim::Simulated;
 
 use crate::commands::trial::median;
 use crate::error::{CliError, Result};
+use crate::fleet_plan::OnFleet;
 use crate::in_a_box::trace::Trace;
 use crate::timeline::time_text;
 
@@ -141,6 +144,47 @@ impl<'a> Comparison<'a> {
                 compared.instruction
             );
         }
+    }
+}
+
+/// What layers took in a trace, beside what was expected of them.
+pub fn seen(trace: &Trace, programs: &[Program], chain: &Chain, on: &OnFleet) -> Vec<Seen> {
+    let mut seen = Vec::new();
+    for step in &trace.steps {
+        for (program, traced) in programs.iter().zip(step) {
+            let seconds: HashMap<u32, f64> = traced
+                .iter()
+                .map(|traced| (traced.id, (traced.end - traced.start) / trace.stretch))
+                .collect();
+            let device = program.device;
+            for instruction in &program.instructions {
+                let (layer, is_backward, expected_seconds) = match instruction.op {
+                    Op::Forward { layer, samples, .. } => {
+                        (layer, false, on.costs.forward(layer, device, samples.count()))
+                    }
+                    Op::Backward { layer, samples, .. } => {
+                        (layer, true, on.costs.backward(layer, device, samples.count()))
+                    }
+                    _ => continue,
+                };
+                seen.extend(seconds.get(&instruction.id).map(|seconds| Seen {
+                    kind: on.fleet.devices[device].kind.clone(),
+                    layer: chain.layers[layer].name.clone(),
+                    is_backward,
+                    seconds: *seconds,
+                    expected_seconds,
+                }));
+            }
+        }
+    }
+    seen
+}
+
+pub fn print_corrections(corrections: &[Correction]) {
+    println!("layers took so many times what was profiled:");
+    println!("{:>10} {:>10}  device and layer", "forward", "backward");
+    for Correction { kind, layer, forward, backward } in corrections {
+        println!("{forward:>10.3} {backward:>10.3}  {kind}: {layer}");
     }
 }
 
