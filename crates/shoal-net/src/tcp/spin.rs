@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 /// How long to look again.
 const SPIN_MAX: Duration = Duration::from_micros(50);
 /// Who does not come back for so long after letting others run has no core to spare.
-const AWAY_MAX: Duration = Duration::from_micros(100);
-/// How long nobody looks again then. To be away can take milliseconds, which must not happen often.
-const REST: Duration = Duration::from_secs(1);
+const AWAY_MAX: Duration = Duration::from_micros(50);
+/// For so many times as long nobody looks again then: to be away may take milliseconds, and must not take more than a
+/// hundredth of the time.
+const REST_RATIO: u32 = 100;
 /// Waits that sleep at once, at the most, before one looks again.
 const SKIPPED_MAX: u32 = 64;
 
@@ -34,8 +35,9 @@ impl Leisure {
         self.after_origin_us(now) >= self.rests_until_us.load(Ordering::Relaxed)
     }
 
-    fn is_over(&self, now: Instant) {
-        self.rests_until_us.store(self.after_origin_us(now + REST), Ordering::Relaxed);
+    fn is_over(&self, now: Instant, away: Duration) {
+        let until = now + away.saturating_mul(REST_RATIO);
+        self.rests_until_us.store(self.after_origin_us(until), Ordering::Relaxed);
     }
 
     fn after_origin_us(&self, moment: Instant) -> u64 {
@@ -106,8 +108,9 @@ impl Spin<'_> {
         }
         thread::yield_now();
         let back = Instant::now();
-        if back - now > AWAY_MAX {
-            self.spins.leisure.is_over(back);
+        let away = back - now;
+        if away > AWAY_MAX {
+            self.spins.leisure.is_over(back, away);
             self.state = State::Over;
         }
         true
@@ -151,9 +154,10 @@ mod tests {
         let [one, two] = [(); 2].map(|()| Spins::new(&leisure));
         let now = Instant::now();
         assert!(one.may_begin(now) && two.may_begin(now));
-        leisure.is_over(now);
-        assert!(!one.may_begin(now) && !two.may_begin(now + REST / 2));
-        assert!(one.may_begin(now + REST) && two.may_begin(now + REST));
+        let away = Duration::from_millis(3);
+        leisure.is_over(now, away);
+        assert!(!one.may_begin(now) && !two.may_begin(now + 99 * away));
+        assert!(one.may_begin(now + 101 * away) && two.may_begin(now + 101 * away));
     }
 
     #[test]
