@@ -63,7 +63,8 @@ impl Bench<'_> {
     /// The same with the mirrors that survive so many losses, if there is room for them.
     pub fn step_mirrored(&self, pipeline: &Pipeline, survive: usize) -> Result<Tried, PipelineError> {
         let plan = self.plan(pipeline);
-        self.whole(mirrored(&plan, self.fleet, survive).unwrap_or(plan))
+        let mirrored = (survive > 0).then(|| mirrored(&plan, self.fleet, survive).ok()).flatten();
+        self.whole(mirrored.unwrap_or(plan))
     }
 
     fn whole(&self, plan: Plan) -> Result<Tried, PipelineError> {
