@@ -95,5 +95,6 @@ fn test() -> Result<(), String> {
     cargo(&[&["clippy"], &all[..], &["--", "-D", "warnings"]].concat())?;
     // Examples have no tests, and were looked at above.
     cargo(&["test", "--release", "--workspace", "--lib", "--bins", "--tests"])?;
-    cargo(&["test", "--release", "--package", "shoal-state", "--features", OBJECTS, "--test", "object_store"])
+    // Of the whole workspace, so that what it stands on is what was built above.
+    cargo(&["test", "--release", "--workspace", "--features", OBJECTS, "--test", "object_store"])
 }

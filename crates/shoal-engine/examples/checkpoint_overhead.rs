@@ -13,7 +13,7 @@ use shoal_data::{Dataset, DatasetSpec, Tokenizer};
 use shoal_engine::identity::Identity;
 use shoal_engine::{EngineError, Executor, Interval, Ledger, ModelState, Run, RunEvent, RunSettings, Tiers};
 use shoal_kernels::CpuDevice;
-use shoal_model::{Chain, Precision, presets};
+use shoal_model::{Chain, presets};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule, ScheduleKind, init};
 use shoal_plan::one_device::table;
 use shoal_plan::{Activations, DeviceOffer, Purpose, StepShape, compile};
@@ -64,13 +64,7 @@ fn seconds_a_step(folder: &Path, step: Duration, every: u64) -> Result<f64, Engi
 
     let config = presets::preset("gpt2-124m").expect("a preset");
     let (chain, threads) = (Chain::new(&config), 2);
-    let shape = StepShape {
-        global_batch: 1,
-        sequence: SEQUENCE,
-        precision: Precision::Fp32,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let shape = StepShape { global_batch: 1, sequence: SEQUENCE, ..StepShape::ADAM };
     let budget_bytes = 4 << 30;
     let offer = DeviceOffer {
         name: "cpu:0".into(),

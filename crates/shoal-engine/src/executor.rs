@@ -11,8 +11,8 @@ mod pieces;
 mod replay;
 mod settle;
 mod step;
-mod tiers;
 mod transfers;
+mod updates;
 mod walk;
 
 use std::collections::HashMap;
@@ -41,7 +41,8 @@ use shoal_plan::{Activations, Closing, Instruction, Keep, Layout, Op, Program, P
 
 use crate::error::{EngineError, Result};
 use crate::lanes::Lanes;
-use crate::state::{ModelState, Tiers, gradient_room, write};
+use crate::state::{ModelState, gradient_room, write};
+use crate::tiers::Tiers;
 
 /// An executor's [`Context`]. No method: that would borrow the sums, which instructions write meanwhile.
 macro_rules! context {

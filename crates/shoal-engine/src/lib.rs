@@ -2,6 +2,7 @@
 //! [`executor`] does what the next instruction says, whatever table the program came from.
 //!
 //! - [`state`]: parameters, gradient sums and optimizer state of a model, each with its version.
+//! - [`tiers`]: the memories that it may lie in, and what is copied between them.
 //! - [`executor`]: one program, once.
 //! - [`disk`]: state that lies on a disk.
 //! - [`stepping`]: one training step, by its number.
@@ -32,9 +33,11 @@ pub mod run;
 pub mod saving;
 pub mod state;
 pub mod stepping;
+pub mod tiers;
 
 pub use error::EngineError;
 pub use executor::{Executor, Replay, StepInput, StepOutcome, Traced};
 pub use loss_scale::LossScale;
 pub use run::{Interval, KindRate, Ledger, Run, RunEvent, RunSettings, StopReason};
-pub use state::{ModelState, Tiers};
+pub use state::ModelState;
+pub use tiers::Tiers;

@@ -258,13 +258,7 @@ fn a_gpu_driver_counts_what_was_forecast() {
                 continue;
             }
             let chain = Chain::new(&presets::preset(preset).unwrap());
-            let step = StepShape {
-                global_batch,
-                sequence,
-                precision,
-                optimizer_states: 2,
-                gradients: Default::default(),
-            };
+            let step = StepShape { global_batch, sequence, precision, ..StepShape::ADAM };
             let workspace_bytes = CudaDevice::workspace_bytes();
             let (name, budget_bytes) = ("test".into(), 40 << 30);
             let offer = DeviceOffer { name, budget_bytes, workspace_bytes, rows_enough: 4096 };

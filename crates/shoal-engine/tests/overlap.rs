@@ -149,13 +149,7 @@ fn no_bit_differs_from_steps_that_wait_for_their_updates() {
 /// A model of which one device keeps nothing: all of it is in one other memory.
 fn streamed(elsewhere: Holder) -> (Chain, Plan) {
     let chain = Chain::new(&presets::llama(50, 16, 4, 4, 2, 24, 12, 1e4, false));
-    let shape = StepShape {
-        global_batch: 2,
-        sequence: 8,
-        precision: Precision::Fp32,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let shape = StepShape { global_batch: 2, sequence: 8, ..StepShape::ADAM };
     let workspace_bytes = CpuDevice::workspace_bytes(1);
     let offer = DeviceOffer {
         name: "streamed".into(),

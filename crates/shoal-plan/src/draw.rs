@@ -288,13 +288,7 @@ fn convolutional(shape: &str) -> Chain {
 /// A step that any table may be drawn for.
 pub fn step(draw: &mut Draw, sequence: usize) -> StepShape {
     let precision = draw.of(&[Precision::Fp32, Precision::Fp32, Precision::Bf16]);
-    StepShape {
-        global_batch: 1 + draw.below(9),
-        sequence,
-        precision,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    }
+    StepShape { global_batch: 1 + draw.below(9), sequence, precision, ..StepShape::ADAM }
 }
 
 /// What is in a table, by name.

@@ -43,6 +43,17 @@ pub struct StepShape {
     pub gradients: GradientWire,
 }
 
+impl StepShape {
+    /// A sample of one row in fp32 with Adam's two states and exact gradients: most steps are told by what they differ in.
+    pub const ADAM: StepShape = StepShape {
+        global_batch: 1,
+        sequence: 1,
+        precision: Precision::Fp32,
+        optimizer_states: 2,
+        gradients: GradientWire::Fp32,
+    };
+}
+
 #[derive(Debug, Error)]
 pub enum PlanError {
     #[error(

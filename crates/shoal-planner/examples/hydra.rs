@@ -13,13 +13,7 @@ const STEPS: usize = 40;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let chain = Chain::new(&presets::preset("gpt2-1.5b").ok_or("there is no such preset")?);
-    let step = StepShape {
-        global_batch: 8,
-        sequence: 1024,
-        precision: Precision::Fp16,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let step = StepShape { global_batch: 8, sequence: 1024, precision: Precision::Fp16, ..StepShape::ADAM };
     println!(
         "{MODELS} GPT-2 of 1.5 B parameters, 8 x 1024 tokens, {STEPS} steps each; V100s of 16 GiB in one host, estimated; seconds until all are done:"
     );

@@ -62,13 +62,8 @@ fn main() -> Result<(), PlayError> {
                 // Learned positions end where they end.
                 let fits = config.positions >= sequence;
                 if fits && words.iter().all(|word| label.contains(word.as_str())) {
-                    let step = StepShape {
-                        global_batch,
-                        sequence,
-                        precision: Precision::Fp16,
-                        optimizer_states: 2,
-                        gradients: Default::default(),
-                    };
+                    let step =
+                        StepShape { global_batch, sequence, precision: Precision::Fp16, ..StepShape::ADAM };
                     row(&label, &Chain::new(config), step, &fleet)?;
                 }
             }

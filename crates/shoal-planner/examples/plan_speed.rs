@@ -54,13 +54,8 @@ fn all_anew(only: Option<usize>) {
 fn anew(devices: usize, samples: usize) {
     let before = with_one_more(devices);
     let chain = Chain::new(&presets::gpt2(50257, 1600, 48, 25, 1024));
-    let step = StepShape {
-        global_batch: samples,
-        sequence: 1024,
-        precision: Precision::Fp16,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let step =
+        StepShape { global_batch: samples, sequence: 1024, precision: Precision::Fp16, ..StepShape::ADAM };
     let request = |fleet, costs| Request { survive: 1, ..Request::new(&chain, step, fleet, costs) };
     let costs = |fleet| Costs::new(&chain, fleet, None, step.precision, step.sequence).expect("known kinds");
     let before_costs = costs(&before);
@@ -122,13 +117,8 @@ fn names() -> Vec<String> {
 fn best(devices: usize, samples: usize) {
     let fleet = fleet(MIXED, devices / fleet(MIXED, 1).devices.len());
     let chain = Chain::new(&presets::gpt2(50257, 1600, 48, 25, 1024));
-    let step = StepShape {
-        global_batch: samples,
-        sequence: 1024,
-        precision: Precision::Fp16,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let step =
+        StepShape { global_batch: samples, sequence: 1024, precision: Precision::Fp16, ..StepShape::ADAM };
     let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).expect("the kinds are known");
     let request = Request::new(&chain, step, &fleet, &costs);
     let (found, seconds) = timed(|| auto::plan(&request).expect("there is room for it"));
@@ -166,13 +156,8 @@ fn search(devices: usize, samples: usize, nodes: &str) {
     let one = fleet(nodes, 1);
     let fleet = fleet(nodes, devices / one.devices.len());
     let chain = Chain::new(&presets::gpt2(50257, 1920, 54, 20, 1024));
-    let step = StepShape {
-        global_batch: samples,
-        sequence: 1024,
-        precision: Precision::Fp16,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let step =
+        StepShape { global_batch: samples, sequence: 1024, precision: Precision::Fp16, ..StepShape::ADAM };
     let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).expect("the kinds are known");
     let wanted = PipelineWanted::default();
     let (planned, seconds) =
@@ -208,8 +193,7 @@ fn pipeline_step(replicas: usize) {
         global_batch: replicas * MICRO_BATCHES,
         sequence: 1024,
         precision: Precision::Fp16,
-        optimizer_states: 2,
-        gradients: Default::default(),
+        ..StepShape::ADAM
     };
     let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).expect("V100 is known");
     let layers = chain.layers.len();

@@ -30,13 +30,7 @@ fn sharded_step(scale: usize, global_batch: usize) {
     ];
     let fleet = Fleet::parse(&text.concat(), "fleet").expect("the fleet is one");
     let chain = Chain::new(&presets::preset("llama-7b").expect("there is such a preset"));
-    let step = StepShape {
-        global_batch,
-        sequence: 512,
-        precision: Precision::Fp16,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let step = StepShape { global_batch, sequence: 512, precision: Precision::Fp16, ..StepShape::ADAM };
     let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).expect("the kinds are known");
     let request = Request::new(&chain, step, &fleet, &costs);
     let start = Instant::now();

@@ -14,7 +14,7 @@ use super::clockwork::wait_until;
 use super::moves::Land;
 use super::settle::Progress;
 use super::step::Step;
-use super::tiers::{Terms, Updates};
+use super::updates::{Terms, Updates};
 use super::{Executor, Gate};
 use crate::error::{EngineError, Result};
 use crate::lanes::Line;

@@ -14,7 +14,8 @@ use super::moves::Job;
 use super::step::Step;
 use super::transfers::{Circle, collect, runs};
 use crate::error::Result;
-use crate::state::{self, SumRoom, SumSlice, Tiers};
+use crate::state::{self, SumRoom, SumSlice};
+use crate::tiers::Tiers;
 
 impl Executor {
     pub(super) fn start_reduce(

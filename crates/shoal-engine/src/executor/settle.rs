@@ -9,7 +9,7 @@ use shoal_plan::{Closing, Op, Standing, Tier};
 
 use super::Executor;
 use super::step::{Step, StepInput};
-use super::tiers::Terms;
+use super::updates::Terms;
 use crate::error::{EngineError, Result};
 use crate::state::{Kept, gradient_room};
 

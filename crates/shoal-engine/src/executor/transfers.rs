@@ -13,7 +13,8 @@ use shoal_plan::{GatheredPart, Tier};
 
 use crate::disk::DiskSlice;
 use crate::error::Result;
-use crate::state::{Tiers, zero_rest};
+use crate::state::zero_rest;
+use crate::tiers::Tiers;
 
 /// The members of a movement and the way to them; nobody else where a device acts alone.
 #[derive(Clone)]

@@ -15,7 +15,7 @@ use super::clockwork::wait_until;
 use super::replay::only_computes;
 use super::settle::Progress;
 use super::step::{Step, StepInput, StepOutcome};
-use super::tiers::Terms;
+use super::updates::Terms;
 use super::{Executor, Replay};
 use crate::error::{EngineError, Result};
 

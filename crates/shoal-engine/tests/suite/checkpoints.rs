@@ -12,7 +12,7 @@ use shoal_engine::identity::Identity;
 use shoal_engine::saving::shares;
 use shoal_engine::{Executor, Interval, Ledger, ModelState, Run, RunEvent, RunSettings, Tiers};
 use shoal_kernels::CpuDevice;
-use shoal_model::{Chain, Precision, TensorSpec, presets};
+use shoal_model::{Chain, TensorSpec, presets};
 use shoal_net::{Fabric, Settings, in_process};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule, ScheduleKind, init};
 use shoal_plan::draw::{self, Draw};
@@ -57,13 +57,7 @@ fn settings(folder: &Path, stop_at: Option<u64>) -> RunSettings {
 
 /// A table of just so many devices, all of which take part.
 fn table(chain: &Chain, devices: usize, draw: &mut Draw) -> Plan {
-    let shape = StepShape {
-        global_batch: 8,
-        sequence: SEQUENCE,
-        precision: Precision::Fp32,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let shape = StepShape { global_batch: 8, sequence: SEQUENCE, ..StepShape::ADAM };
     loop {
         let mut plan = draw::table(chain, shape, devices, draw);
         plan.devices.iter_mut().for_each(|device| device.workspace_bytes = CpuDevice::workspace_bytes(1));

@@ -67,13 +67,7 @@ fn optimizer(lr: f64) -> OptimizerSettings {
 }
 
 fn shape(global_batch: usize) -> StepShape {
-    StepShape {
-        global_batch,
-        sequence: 1,
-        precision: Precision::Fp32,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    }
+    StepShape { global_batch, sequence: 1, ..StepShape::ADAM }
 }
 
 fn offer() -> DeviceOffer {

@@ -89,13 +89,7 @@ impl Case {
             workspace_bytes: CpuDevice::workspace_bytes(self.threads),
             rows_enough: CpuDevice::ROWS_ENOUGH,
         };
-        let shape = StepShape {
-            global_batch: self.global_batch,
-            sequence: self.sequence,
-            precision: Precision::Fp32,
-            optimizer_states: 2,
-            gradients: Default::default(),
-        };
+        let shape = StepShape { global_batch: self.global_batch, sequence: self.sequence, ..StepShape::ADAM };
         let activations = if recompute { Activations::Recompute } else { Activations::Keep };
         let plan = table(&chain, shape, &offer, micro_batch, activations, layer_first);
         let program = compile(&plan, &chain, Purpose::Train).unwrap().remove(0);

@@ -2,7 +2,7 @@
 //! wherever its dependencies allow and nowhere else, and its memory forecast covers the order it was made for.
 
 use proptest::prelude::*;
-use shoal_model::{Chain, ModelConfig, Precision, presets};
+use shoal_model::{Chain, ModelConfig, presets};
 use shoal_plan::one_device::table;
 use shoal_plan::{
     Activations, ComputeCopy, DeviceOffer, Held, Holder, Instruction, Op, Plan, PlanError, Preferences,
@@ -39,13 +39,7 @@ fn case() -> impl Strategy<Value = Case> {
         let (global_batch, micro_batch, sequence) = shape;
         let chain = Chain { padded, ..Chain::new(&config) };
         let activations = if recompute { Activations::Recompute } else { Activations::Keep };
-        let step = StepShape {
-            global_batch,
-            sequence,
-            precision: Precision::Fp32,
-            optimizer_states: 2,
-            gradients: Default::default(),
-        };
+        let step = StepShape { global_batch, sequence, ..StepShape::ADAM };
         let plan =
             table(&chain, step, &offer(1 << 30), micro_batch.min(global_batch), activations, layer_first);
         Case { chain, plan }
@@ -145,7 +139,7 @@ proptest! {
         budget in 18u32..24,
     ) {
         let chain = Chain::new(&config);
-        let step = StepShape { global_batch, sequence: 12, precision: Precision::Fp32, optimizer_states: 2 , gradients: Default::default()};
+        let step = StepShape { global_batch, sequence: 12, ..StepShape::ADAM };
         let plan = |budget: u64| plan_one_device(&chain, step, &offer(budget), Preferences::default());
         match plan(1 << budget) {
             Ok(planned) => prop_assert!(planned.memory.total() <= 1 << budget),
@@ -160,13 +154,7 @@ proptest! {
 
 fn small() -> (Chain, Plan) {
     let chain = Chain::new(&presets::preset("gpt2-tiny").unwrap());
-    let step = StepShape {
-        global_batch: 4,
-        sequence: 8,
-        precision: Precision::Fp32,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let step = StepShape { global_batch: 4, sequence: 8, ..StepShape::ADAM };
     let plan = table(&chain, step, &offer(1 << 30), 2, Activations::Keep, false);
     (chain, plan)
 }
@@ -193,13 +181,7 @@ fn two_additions_into_one_gradient_keep_their_order() {
 /// Two devices with half of the samples each, and the state whole or halved.
 fn on_two_devices(halved: bool) -> (Chain, Plan) {
     let chain = Chain::new(&presets::gpt2(50, 16, 4, 4, 12));
-    let step = StepShape {
-        global_batch: 4,
-        sequence: 8,
-        precision: Precision::Fp32,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let step = StepShape { global_batch: 4, sequence: 8, ..StepShape::ADAM };
     let mut plan = table(&chain, step, &offer(1 << 30), 2, Activations::Keep, true);
     plan.devices.push(plan.devices[0].clone());
     for row in &mut plan.layers {
@@ -240,13 +222,7 @@ fn only_sums_that_free_memory_are_waited_for_before_their_updates() {
 fn recomputing_and_smaller_micro_batches_take_less_memory() {
     let chain = Chain::new(&presets::preset("gpt2-mini").unwrap());
     let total = |micro_batch, activations, layer_first| {
-        let step = StepShape {
-            global_batch: 8,
-            sequence: 128,
-            precision: Precision::Fp32,
-            optimizer_states: 2,
-            gradients: Default::default(),
-        };
+        let step = StepShape { global_batch: 8, sequence: 128, ..StepShape::ADAM };
         let plan = table(&chain, step, &offer(1 << 40), micro_batch, activations, layer_first);
         forecast(&compile(&plan, &chain, Purpose::Train).unwrap().remove(0), &plan, &chain).values
     };

@@ -1,6 +1,6 @@
 //! Where survivors go, whatever they were in the middle of.
 
-use shoal_model::{Chain, Precision, presets};
+use shoal_model::{Chain, presets};
 use shoal_plan::one_device::table;
 use shoal_plan::{
     Activations, Closing, DeviceOffer, Disagreement, Held, Holder, Plan, Samples, Standing, StepShape, agree,
@@ -10,13 +10,7 @@ use shoal_plan::{
 /// Three devices; the first two each have all of every tensor but the last, which the third keeps.
 fn plan() -> Plan {
     let chain = Chain::new(&presets::gpt2(50, 16, 2, 4, 12));
-    let step = StepShape {
-        global_batch: 4,
-        sequence: 8,
-        precision: Precision::Fp32,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let step = StepShape { global_batch: 4, sequence: 8, ..StepShape::ADAM };
     let offer =
         DeviceOffer { name: "device 0".into(), budget_bytes: 1 << 30, workspace_bytes: 0, rows_enough: 1 };
     let mut plan = table(&chain, step, &offer, 4, Activations::Keep, false);

@@ -451,8 +451,7 @@ mod tests {
                 global_batch: 1 + draw.below(9),
                 sequence: 16,
                 precision: Precision::Fp16,
-                optimizer_states: 2,
-                gradients: Default::default(),
+                ..StepShape::ADAM
             };
             let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
             let (devices, piece) = (device_rows(&fleet), 1 + draw.below(2));

@@ -253,7 +253,7 @@ pub(super) fn shortage(judge: &Judge, places: &[Place]) -> (u64, usize) {
 #[cfg(test)]
 mod tests {
     use shoal_fleet::{Costs, Fleet};
-    use shoal_model::{Chain, Precision, presets};
+    use shoal_model::{Chain, presets};
     use shoal_plan::draw::Draw;
     use shoal_plan::one_device::StepShape;
     use shoal_plan::{Activations, DeviceRow, Order};
@@ -319,13 +319,7 @@ mod tests {
                     stash: None,
                 })
                 .collect();
-            let step = StepShape {
-                global_batch: 8,
-                sequence: 16,
-                precision: Precision::Fp32,
-                optimizer_states: 2,
-                gradients: Default::default(),
-            };
+            let step = StepShape { global_batch: 8, sequence: 16, ..StepShape::ADAM };
             let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
             let mut classes = Classes::new(&fleet, &rows);
             let places: Vec<Place> = (0..devices)

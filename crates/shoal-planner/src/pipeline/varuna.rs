@@ -59,13 +59,7 @@ pub fn machines(count: usize) -> Fleet {
 }
 
 fn shape(global_batch: usize) -> StepShape {
-    StepShape {
-        global_batch,
-        sequence: SEQUENCE,
-        precision: Precision::Fp16,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    }
+    StepShape { global_batch, sequence: SEQUENCE, precision: Precision::Fp16, ..StepShape::ADAM }
 }
 
 /// A model on a number of machines, four ways.

@@ -56,13 +56,7 @@ fn asked() -> impl Strategy<Value = Asked> {
     (model(), nodes, step, budgets, prop_oneof![Just(64u64), Just(1 << 14)], 0usize..4).prop_map(
         move |((chain, sequence), nodes, (global_batch, half), budgets, host_kib, kind)| {
             let precision = if half { Precision::Bf16 } else { Precision::Fp32 };
-            let step = StepShape {
-                global_batch,
-                sequence,
-                precision,
-                optimizer_states: 2,
-                gradients: Default::default(),
-            };
+            let step = StepShape { global_batch, sequence, precision, ..StepShape::ADAM };
             Asked { chain, nodes, step, budgets, host_kib, activations: kinds[kind] }
         },
     )
@@ -114,13 +108,7 @@ fn text_of(nodes: &[(&str, usize, &str, &str)]) -> String {
 }
 
 fn step(global_batch: usize, sequence: usize) -> StepShape {
-    StepShape {
-        global_batch,
-        sequence,
-        precision: Precision::Fp16,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    }
+    StepShape { global_batch, sequence, precision: Precision::Fp16, ..StepShape::ADAM }
 }
 
 /// Plans a preset on a fleet.

@@ -581,7 +581,7 @@ mod tests {
         ) {
             let chain = Chain::new(&presets::gpt2(512, 64 * width, 3, 4, 64));
             let fleet = fleet(&kinds[..count], apart, gigabits);
-            let step = StepShape { global_batch: batch, sequence: 32, precision: Precision::Fp32, optimizer_states: 2 , gradients: Default::default()};
+            let step = StepShape { global_batch: batch, sequence: 32, ..StepShape::ADAM };
             let (found, least) = both(&chain, step, &fleet, &budgets, None, EXHAUSTIVE_MAX);
             prop_assert_eq!(found, least);
         }
@@ -598,13 +598,7 @@ mod tests {
             let ((count, batch), kinds, budgets, (apart, gigabits, half), activations) = asked;
             let fleet = fleet(&kinds[..count], apart, gigabits);
             let precision = if half { Precision::Fp16 } else { Precision::Fp32 };
-            let step = StepShape {
-                global_batch: batch,
-                sequence: 512,
-                precision,
-                optimizer_states: 2,
-                gradients: Default::default(),
-            };
+            let step = StepShape { global_batch: batch, sequence: 512, precision, ..StepShape::ADAM };
             // One of them at a time, so that brute force comes to an end.
             let activations = [Activations::Keep, Activations::Recompute, Activations::Offload][activations];
             let (found, least) = both(&chain, step, &fleet, &budgets, Some(activations), 0);

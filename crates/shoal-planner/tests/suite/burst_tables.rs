@@ -80,7 +80,7 @@ fn chain() -> impl Strategy<Value = Chain> {
 
 fn step(global_batch: usize, half: bool) -> StepShape {
     let precision = if half { Precision::Bf16 } else { Precision::Fp32 };
-    StepShape { global_batch, sequence: 8, precision, optimizer_states: 2, gradients: Default::default() }
+    StepShape { global_batch, sequence: 8, precision, ..StepShape::ADAM }
 }
 
 /// What compiles, verifies and meets; the most bytes that a device needs.

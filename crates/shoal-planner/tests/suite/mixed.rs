@@ -44,13 +44,7 @@ fn check(planned: &MixedPlanned, chain: &Chain, fleet: &Fleet) {
 #[test]
 fn a_model_that_fits_no_device_runs_on_groups_of_mixed_devices() {
     let chain = Chain::new(&presets::gpt2(50257, 1920, 40, 20, 1024));
-    let step = StepShape {
-        global_batch: 32,
-        sequence: 1024,
-        precision: Precision::Fp16,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let step = StepShape { global_batch: 32, sequence: 1024, precision: Precision::Fp16, ..StepShape::ADAM };
     let link = "device_link = \"50 GB/s\"\n";
     let devices = |kind: &str| format!("{}, {}", gpus(kind, 2), gpus("V100", 2));
     let text = node("a", &devices("A10G"), link) + &node("b", &devices("L4"), link);
@@ -72,13 +66,7 @@ fn mixtures_earn_their_place() {
         (node("a", &gpus("V100", 4), link) + &node("b", &gpus("A10G", 8), ""), 2048),
     ] {
         let fleet = Fleet::parse(&text, "fleet.toml").unwrap();
-        let step = StepShape {
-            global_batch: 16,
-            sequence,
-            precision: Precision::Fp16,
-            optimizer_states: 2,
-            gradients: Default::default(),
-        };
+        let step = StepShape { global_batch: 16, sequence, precision: Precision::Fp16, ..StepShape::ADAM };
         let state_bytes = 16 * chain.parameters() as u64;
         assert!(fleet.devices.iter().all(|device| device.memory_bytes < state_bytes));
         let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
@@ -118,8 +106,7 @@ fn whatever_the_fleet_what_is_found_fits_and_is_a_step() {
             global_batch: 1 + draw.below(12),
             sequence: 16,
             precision: draw.of(&[Precision::Fp32, Precision::Fp16]),
-            optimizer_states: 2,
-            gradients: Default::default(),
+            ..StepShape::ADAM
         };
         let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
         if let Some(planned) = plan(&chain, step, &fleet, &costs, f64::INFINITY).unwrap() {

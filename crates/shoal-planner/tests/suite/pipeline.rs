@@ -11,13 +11,7 @@ use shoal_planner::pipeline::{
 use shoal_sim::{FleetWorld, Settings, simulate};
 
 fn shape(global_batch: usize, sequence: usize) -> StepShape {
-    StepShape {
-        global_batch,
-        sequence,
-        precision: Precision::Fp32,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    }
+    StepShape { global_batch, sequence, ..StepShape::ADAM }
 }
 
 /// One device a node, of these kinds and this memory.

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use shoal_fleet::Trace;
-use shoal_model::{Chain, Precision, presets};
+use shoal_model::{Chain, presets};
 use shoal_plan::one_device::StepShape;
 use shoal_plan::{Activations, DeviceRow, Order};
 use shoal_planner::breakdown::Breakdown;
@@ -17,13 +17,7 @@ fn replicas(machines: &BTreeSet<String>) -> Option<Step> {
     if count == 0 {
         return None;
     }
-    let step = StepShape {
-        global_batch: 12,
-        sequence: 8,
-        precision: Precision::Fp32,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    };
+    let step = StepShape { global_batch: 12, sequence: 8, ..StepShape::ADAM };
     let pipeline = Pipeline {
         replicas: (0..count)
             .map(|replica| Replica {

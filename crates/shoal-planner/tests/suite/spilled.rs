@@ -15,13 +15,7 @@ fn host(devices: usize, memory: &str, host_memory: &str) -> Fleet {
 }
 
 fn step(global_batch: usize) -> StepShape {
-    StepShape {
-        global_batch,
-        sequence: 1024,
-        precision: Precision::Fp16,
-        optimizer_states: 2,
-        gradients: Default::default(),
-    }
+    StepShape { global_batch, sequence: 1024, precision: Precision::Fp16, ..StepShape::ADAM }
 }
 
 #[test]

@@ -26,7 +26,7 @@ pub struct Trace {
 impl Trace {
     pub fn read(path: &Path) -> Result<Trace> {
         let text = std::fs::read_to_string(path).map_err(CliError::at(path))?;
-        let hint = "`shoal lab … --trace FILE` writes one";
+        let hint = "`shoal lab … --record FILE` writes one";
         let refused = |what: String| CliError::said(format!("{}: {what}", path.display()), hint);
         let trace: Trace =
             serde_json::from_str(&text).map_err(|error| refused(format!("it is no trace: {error}")))?;
