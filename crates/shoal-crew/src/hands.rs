@@ -12,6 +12,7 @@ use shoal_control::message::{Epoch, Installation, JobId, Obstacle, Save};
 use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_data::Order;
 use shoal_engine::metrics::StepRecord;
+use shoal_engine::saving::Room;
 use shoal_engine::stepping::Terms;
 use shoal_engine::{EngineError, LossScale, StepOutcome};
 use shoal_plan::Closing;
@@ -42,6 +43,8 @@ pub(crate) struct Hands {
     /// What is to be saved when its step is there.
     pub(crate) wanted: Option<(Epoch, Save)>,
     pub(crate) saving: Option<Saving>,
+    /// For copies of what is saved.
+    pub(crate) room: Room,
 }
 
 impl Hands {
@@ -63,6 +66,7 @@ impl Hands {
             unmeasured: None,
             wanted: None,
             saving: None,
+            room: Room::default(),
         }
     }
 
@@ -106,7 +110,7 @@ impl Hands {
                 self.wanted.take_if(|(epoch, _)| !epochs.contains(epoch));
                 if epochs.is_empty() {
                     // The device's memory is others' from now on.
-                    (self.assembled, self.failed) = (None, None);
+                    (self.assembled, self.failed, self.room) = (None, None, Room::default());
                 }
             }
         }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use shoal_control::message::{Save, Saved, WorkerId};
+use shoal_control::message::{Epoch, Save, Saved, WorkerId};
 use shoal_control::worker::EngineEvent;
 use shoal_engine::EngineError;
 use shoal_engine::run::RNG;
@@ -57,7 +57,7 @@ impl Hands {
         let began = Instant::now();
         self.end_saving();
         let begun = match self.shares[&epoch].is_at(step) {
-            true => self.begin_save(&self.shares[&epoch], &save),
+            true => self.begin_save(epoch, &save),
             false => Err(CrewError::NotHeld { epoch: epoch.0, step, what: "its state is past that".into() }),
         };
         let (id, cost_ms) = (save.checkpoint.id, began.elapsed().as_millis() as u64);
@@ -91,7 +91,8 @@ impl Hands {
     }
 
     fn tell_saved(&mut self, written: shoal_engine::error::Result) {
-        let Some(Saving { id, cost_ms, .. }) = self.saving.take() else { return };
+        let Some(Saving { id, saver, cost_ms }) = self.saving.take() else { return };
+        self.room = saver.into_room();
         if let Err(error) = &written {
             self.note(None, format!("a part of a checkpoint was not written: {error}"), false);
         }
@@ -99,13 +100,14 @@ impl Hands {
     }
 
     /// Copies this worker's part and has it written; where there is no room for a copy, writes it.
-    fn begin_save(&self, share: &Share, save: &Save) -> Result<Saver> {
-        let assembled = self.assembled()?;
+    fn begin_save(&mut self, epoch: Epoch, save: &Save) -> Result<Saver> {
+        let room = std::mem::take(&mut self.room);
+        let (share, assembled) = (&self.shares[&epoch], self.assembled()?);
         let store = assembled.store.clone().ok_or(CrewError::NoStore)?;
         let own = share.peers.workers[share.peers.rank];
         let part = part_of(&share.plan, share.peers.rank, save, own);
         let (chain, states) = (Arc::new(assembled.chain.clone()), assembled.optimizer.state_names());
-        let mut saver = Saver::of(store, chain, states, part);
+        let mut saver = Saver::of(store, chain, states, part).with_room(room);
         let held = Readable { share, host: &assembled.tiers.host };
         let prepared = saver.prepare(&held, false)?;
         if let Some(value) = prepared.unfit {

@@ -22,8 +22,8 @@ use shoal_state::checkpoint::Store;
 const STEP_SECONDS: f64 = 1.5;
 const EVERY: u64 = 10;
 /// Steps that are measured, after the first one.
-const MEASURED: u64 = 20;
-const ROUNDS: usize = 3;
+const MEASURED: u64 = 40;
+const ROUNDS: usize = 2;
 const SEQUENCE: usize = 8;
 /// For the copy of the state: three times 124 million numbers.
 const HOST_BYTES: u64 = 2 << 30;

@@ -269,7 +269,7 @@ impl Run {
 
     fn go_on(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {
         let mut saved_at = Instant::now();
-        let mut evaluated_at = Instant::now();
+        let (mut evaluated, mut evaluated_at) = (false, Instant::now());
         let mut save_cost = Duration::ZERO;
         let last = self.settings.stop_at.map_or(self.settings.steps, |stop| stop.min(self.settings.steps));
         let (plan, chain) = (self.plan.clone(), self.chain.clone());
@@ -286,13 +286,18 @@ impl Run {
             let saves = stops || due(self.settings.checkpoint_every, self.step, saved_at, save_cost);
             // A save that failed beside this step is told now; the checkpoints before it are as they were.
             self.saver.settle(false)?;
+            // Evaluating may need more memory than steps do: it comes first.
+            let comes = !matches!(self.settings.checkpoint_every, Interval::Steps(every) if every >= last);
+            if comes && (self.settings.eval_every.is_none() || evaluated) {
+                self.saver.make_ready(self.executor.host())?;
+            }
             let verdict = self.agree(Verdict { evaluates, saves, stops }, &mut record, on_event)?;
             if verdict.evaluates || verdict.saves {
                 self.catch_up(&mut record)?;
             }
             if verdict.evaluates {
                 self.evaluate(&mut record)?;
-                evaluated_at = Instant::now();
+                (evaluated, evaluated_at) = (true, Instant::now());
             }
             self.write(record, on_event)?;
             if verdict.saves {

@@ -4,12 +4,13 @@
 //! the run waits.
 
 use std::borrow::Cow;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use shoal_kernels::{CpuDevice, Device, Tensor};
+use shoal_kernels::{Arena, CpuDevice, Device, Tensor};
 use shoal_model::Chain;
+use shoal_plan::parallel::map_into;
 use shoal_plan::{Holder, Plan, Slice};
 use shoal_state::checkpoint::{Header, Saved, Slice as Written, Store};
 
@@ -113,6 +114,78 @@ pub struct Prepared {
     pub refused: Option<(u64, u64)>,
 }
 
+/// Host memory for copies, kept from one save to the next.
+#[derive(Default)]
+pub struct Room {
+    /// Whose memory it is.
+    arena: Weak<Arena>,
+    memory: Option<Tensor>,
+    /// The first one while its pages are being put in place.
+    making: Option<JoinHandle<Tensor>>,
+    /// The most that was taken for copies.
+    taken_bytes: u64,
+    /// The most that steps have needed beside them.
+    steps_bytes: u64,
+}
+
+impl Room {
+    /// Memory for so many numbers, or how many bytes that is and how many are free beside what steps have needed so far.
+    fn take(&mut self, host: &CpuDevice, elements: usize) -> std::result::Result<Tensor, (u64, u64)> {
+        self.keep_to(host);
+        if let Some(making) = self.making.take() {
+            self.memory = Some(joined(making));
+        }
+        // What is too small goes back first.
+        let memory = self.memory.take().filter(|memory| memory.len() >= elements);
+        memory.map_or_else(|| self.allocate(host, elements), Ok)
+    }
+
+    fn allocate(&mut self, host: &CpuDevice, elements: usize) -> std::result::Result<Tensor, (u64, u64)> {
+        let arena = host.arena();
+        // What was taken for copies before has been part of the peak.
+        self.steps_bytes = self.steps_bytes.max(arena.peak().saturating_sub(self.taken_bytes));
+        let (needed, free) = (4 * elements as u64, arena.budget().saturating_sub(self.steps_bytes));
+        if needed > free {
+            return Err((needed, free));
+        }
+        let memory = Tensor::new(arena, "the copy of a checkpoint", elements).map_err(|_| (needed, free))?;
+        self.taken_bytes = self.taken_bytes.max(needed);
+        Ok(memory)
+    }
+
+    /// What is another's is of no use here.
+    fn keep_to(&mut self, host: &CpuDevice) {
+        let arena = Arc::downgrade(host.arena());
+        if !self.arena.ptr_eq(&arena) {
+            *self = Room { arena, ..Room::default() };
+        }
+    }
+
+    fn put_back(&mut self, memory: Tensor) {
+        self.memory = Some(memory);
+    }
+
+    /// The system puts pages in place when they are first written, which can take twenty times as long as a copy does: that
+    /// is done by a thread of its own, so that the first save does not hold up training for it.
+    fn make_ready(&mut self, host: &CpuDevice, elements: usize) -> Result {
+        self.keep_to(host);
+        if self.memory.is_some() || self.making.is_some() {
+            return Ok(());
+        }
+        // Where there is none, the first save says so.
+        let Ok(mut memory) = self.allocate(host, elements) else { return Ok(()) };
+        let touch = move || {
+            memory.floats_mut().iter_mut().step_by(PAGE_ELEMENTS).for_each(|first| *first = 0.0);
+            memory
+        };
+        self.making = Some(beside(touch)?);
+        Ok(())
+    }
+}
+
+/// Numbers in the smallest page that systems have.
+const PAGE_ELEMENTS: usize = 4096 / size_of::<f32>();
+
 /// Writes a worker's part of each checkpoint.
 pub struct Saver {
     store: Store,
@@ -120,8 +193,7 @@ pub struct Saver {
     /// Parameters and the optimizer's states.
     roles: Vec<&'static str>,
     part: Option<Part>,
-    /// Host memory for the copy, kept from one save to the next.
-    room: Option<Tensor>,
+    room: Room,
     /// The copy to be written next.
     copy: Option<Tensor>,
     under_way: Option<UnderWay>,
@@ -152,11 +224,32 @@ impl Saver {
             chain,
             roles,
             part,
-            room: None,
+            room: Room::default(),
             copy: None,
             under_way: None,
             removing: None,
             done: None,
+        }
+    }
+
+    /// One with memory that served others before.
+    pub fn with_room(mut self, room: Room) -> Saver {
+        self.room = room;
+        self
+    }
+
+    /// What others may use after it.
+    pub fn into_room(self) -> Room {
+        self.room
+    }
+
+    /// Has memory for the first copy made ready beside what runs, once it is known what steps need.
+    pub fn make_ready(&mut self, host: &CpuDevice) -> Result {
+        match &self.part {
+            Some(part) if self.under_way.is_none() && self.copy.is_none() => {
+                self.room.make_ready(host, part.elements(self.roles.len()))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -169,15 +262,14 @@ impl Saver {
     pub fn prepare(&mut self, held: &dyn Holding, waits: bool) -> Result<Prepared> {
         assert!(self.under_way.is_none(), "one save at a time");
         // What was copied for a save that was never begun is of no use any more.
-        self.room = self.copy.take().or(self.room.take());
+        if let Some(copy) = self.copy.take() {
+            self.room.put_back(copy);
+        }
         let Some(part) = &self.part else { return Ok(Prepared::default()) };
-        let room = match (waits, self.room.take()) {
-            (true, room) => {
-                self.room = room;
-                Err(None)
-            }
-            (false, Some(room)) => Ok(room),
-            (false, None) => part.room(held, self.roles.len()).map_err(Some),
+        let elements = part.elements(self.roles.len());
+        let room = match waits {
+            true => Err(None),
+            false => self.room.take(held.host(), elements).map_err(Some),
         };
         match room {
             Ok(mut room) => {
@@ -205,9 +297,7 @@ impl Saver {
         let place = (part.number, part.of);
         if let Some(copy) = self.copy.take() {
             let job = (self.store.clone(), self.chain.clone(), self.roles.clone(), part.shares.clone());
-            let thread = std::thread::Builder::new().name("checkpoint".into());
-            let thread = thread.spawn(move || write_copy(job, header, id, place, copy));
-            let thread = thread.map_err(|source| EngineError::Thread { source })?;
+            let thread = beside(move || write_copy(job, header, id, place, copy))?;
             self.under_way = Some(UnderWay { step, began, thread });
             return Ok(());
         }
@@ -221,8 +311,9 @@ impl Saver {
     /// From now on writes all of the state, as one part, from this device alone.
     pub fn stand_alone(&mut self, plan: &Plan, device: usize) -> Result {
         self.part = Part::of(plan, &[device], device)?;
-        // The room is of the size of another part.
-        (self.room, self.copy) = (None, None);
+        if let Some(copy) = self.copy.take() {
+            self.room.put_back(copy);
+        }
         Ok(())
     }
 
@@ -241,7 +332,7 @@ impl Saver {
         }
         let Some(UnderWay { step, began, thread }) = self.under_way.take() else { return Ok(()) };
         let (room, saved) = joined(thread);
-        self.room = Some(room);
+        self.room.put_back(room);
         let seconds = began.elapsed().as_secs_f64();
         self.done = Some(Outcome { step, bytes: saved?.bytes, seconds });
         Ok(())
@@ -254,8 +345,7 @@ impl Saver {
         }
         let store = self.store.clone();
         let remove = move || Ok(store.collect(keep).map(drop)?);
-        let thread = std::thread::Builder::new().name("checkpoint".into());
-        self.removing = Some(thread.spawn(remove).map_err(|source| EngineError::Thread { source })?);
+        self.removing = Some(beside(remove)?);
         Ok(())
     }
 
@@ -270,6 +360,12 @@ impl Saver {
     }
 }
 
+/// Does something on a thread of its own, beside steps.
+fn beside<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>> {
+    let thread = std::thread::Builder::new().name("checkpoint".into());
+    thread.spawn(work).map_err(|source| EngineError::Thread { source })
+}
+
 /// What a thread came to; its panic is ours.
 fn joined<T>(thread: JoinHandle<T>) -> T {
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -280,32 +376,36 @@ impl Part {
         roles * self.shares.iter().map(|share| share.slice.count()).sum::<usize>()
     }
 
-    /// Host memory for a copy, or how many bytes that is and how many are free beside what steps have needed so far.
-    fn room(&self, held: &dyn Holding, roles: usize) -> std::result::Result<Tensor, (u64, u64)> {
-        let (arena, elements) = (held.host().arena(), self.elements(roles));
-        let (needed, free) = (4 * elements as u64, arena.budget().saturating_sub(arena.peak()));
-        if needed > free {
-            return Err((needed, free));
-        }
-        Tensor::new(arena, "the copy of a checkpoint", elements).map_err(|_| (needed, free))
-    }
-
     /// Copies all that is to be written, and returns a parameter's value that is no number.
     fn copy(&self, held: &dyn Holding, roles: usize, room: &mut Tensor) -> Result<Option<f32>> {
-        let (mut rest, mut unfit) = (room.floats_mut(), None);
+        let mut rest = room.floats_mut();
+        let mut pieces = Vec::new();
+        let mut unfit = None;
         for share in &self.shares {
             for role in 0..roles {
                 let values = held.read(share, role)?;
                 let (here, after) = rest.split_at_mut(values.len());
-                here.copy_from_slice(&values);
-                if role == 0 {
-                    unfit = unfit.or(first_unfit(&values));
-                }
                 rest = after;
+                match values {
+                    // Where the state lies in the host's memory, all cores copy: one does not use all of the memory's bandwidth.
+                    Cow::Borrowed(values) => {
+                        let both = values.chunks(PIECE_ELEMENTS).zip(here.chunks_mut(PIECE_ELEMENTS));
+                        pieces.extend(both.map(|(from, to)| (role, from, to)));
+                    }
+                    Cow::Owned(values) => unfit = unfit.or(copy_piece((role, &values, here))),
+                }
             }
         }
-        Ok(unfit)
+        Ok(map_into(pieces, copy_piece).into_iter().fold(unfit, Option::or))
     }
+}
+
+/// Numbers that one core copies at a time.
+const PIECE_ELEMENTS: usize = 4 << 20;
+
+fn copy_piece((role, from, to): (usize, &[f32], &mut [f32])) -> Option<f32> {
+    to.copy_from_slice(from);
+    if role == 0 { first_unfit(from) } else { None }
 }
 
 /// The first value that is no number.
@@ -354,4 +454,39 @@ fn write_copy(
     let writer = store.begin_part(header, id, part.0, part.1);
     let saved = writer.and_then(|writer| writer.write(&slices, data));
     (room, saved.map_err(EngineError::from))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(budget: u64) -> CpuDevice {
+        CpuDevice::new("host", 1, CpuDevice::workspace_bytes(1) + budget).unwrap()
+    }
+
+    /// A copy's memory serves the next one, is no part of what steps need, and is never taken from what they do.
+    #[test]
+    fn room_serves_again_and_leaves_steps_theirs() {
+        const MIB: usize = 1 << 20;
+        let host = host(16 << 20);
+        let step = Tensor::new(host.arena(), "a step", 2 * MIB).unwrap();
+        let mut room = Room::default();
+        room.make_ready(&host, MIB).unwrap();
+        let memory = room.take(&host, MIB).unwrap();
+        let place = memory.place();
+        room.put_back(memory);
+        // A smaller part fits where the larger one was; a larger one does not, and the smaller is given up first.
+        let memory = room.take(&host, MIB / 2).unwrap();
+        assert_eq!(memory.place(), place);
+        room.put_back(memory);
+        let used = host.arena().peak();
+        let memory = room.take(&host, 2 * MIB - 64).unwrap();
+        assert!(memory.len() == 2 * MIB - 64 && host.arena().peak() < used + (5 << 20));
+        drop(memory);
+        drop(step);
+        // Steps had 8 MiB of the 16, whatever is in use now.
+        assert!(matches!(room.take(&host, 2 * MIB + 64), Err((_, free)) if free <= 8 << 20));
+        let other = self::host(16 << 20);
+        assert!(room.take(&other, 3 * MIB).is_ok(), "what one host has used says nothing about another");
+    }
 }

@@ -307,12 +307,16 @@ impl<'a> Solver<'a> {
             });
             let ends = Ends::new(field, layers, from, to);
             for (other, moves) in moves.iter().enumerate() {
-                for source in std::iter::repeat_n(from, ends.entries) {
-                    lanes.into[other] = lanes.into[other].then(&field.moving(source, moves));
-                }
-                for source in &ends.exits {
-                    lanes.out[other] = lanes.out[other].then(&field.moving(*source, moves));
-                }
+                // All of a fork's moves are started at the same time, and all of a join's.
+                let mut add = |ways: &mut Cost, source: usize| {
+                    let mut cost = field.moving(source, moves);
+                    if ways.seconds > 0.0 {
+                        cost.seconds -= 2.0 * field.ways.starting_seconds(moves);
+                    }
+                    *ways = ways.then(&cost);
+                };
+                (0..ends.entries).for_each(|_| add(&mut lanes.into[other], from));
+                ends.exits.iter().for_each(|source| add(&mut lanes.out[other], *source));
             }
             lanes.branches.push((layers.clone(), set.clone()));
         }

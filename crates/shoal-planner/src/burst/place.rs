@@ -99,7 +99,17 @@ impl Ways {
         let slowest = each
             .map(|(link, samples)| self.links[*link as usize].seconds(*samples as u64 * sample_bytes))
             .fold(0.0, f64::max);
-        if moves.most.is_empty() { 0.0 } else { self.seconds_a_move + slowest }
+        self.starting_seconds(moves) + slowest
+    }
+
+    /// What of it is for starting the move.
+    pub fn starting_seconds(&self, moves: &Moves) -> f64 {
+        if moves.most.is_empty() { 0.0 } else { self.seconds_a_move }
+    }
+
+    /// Whether devices are on more than one node.
+    pub fn leave_a_node(&self, devices: &[usize]) -> bool {
+        devices.windows(2).any(|pair| self.node_of[pair[0]] != self.node_of[pair[1]])
     }
 
     /// Seconds until every device has the sum of all: twice around one ring, node by node, as steps are played through. What

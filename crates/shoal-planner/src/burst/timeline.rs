@@ -89,8 +89,11 @@ pub(super) fn estimate(problem: &Problem, ways: &Ways, decision: &Decision) -> E
     let backward_end = clock.end[0];
     let step_seconds = backward_end.max(clock.sums_end);
     let exposed_seconds = step_seconds - backward_end;
-    for device in &decision.devices[0] {
-        clock.busy[*device].push(backward_end..step_seconds);
+    // Sums within a node are the devices' own work. Those that pass between nodes are the network's: devices wait.
+    if !ways.leave_a_node(&decision.devices[0]) {
+        for device in &decision.devices[0] {
+            clock.busy[*device].push(backward_end..step_seconds);
+        }
     }
     let device_seconds = clock.device_seconds + exposed_seconds * decision.devices[0].len() as f64;
     Estimate {
@@ -121,7 +124,7 @@ struct Clock<'a> {
 }
 
 impl Clock<'_> {
-    /// When a layer has what others give it. What one layer gives or gets goes one after the other.
+    /// When a layer has what others give it.
     fn receive(
         &mut self,
         layer: usize,
@@ -139,7 +142,10 @@ impl Clock<'_> {
             let moves = self.ways.moves(from, to, self.problem.global_batch);
             let bytes = self.problem.costs.output_bytes(whose_output(*giver, layer));
             let seconds = self.ways.seconds(&moves, bytes);
-            let start = ready.max(self.end[*giver]).max(self.giving[*giver]);
+            // Moves are started at the same time, and what they move passes one after the other.
+            let starting = self.ways.starting_seconds(&moves);
+            let passes = (self.end[*giver] + starting).max(ready).max(self.giving[*giver]);
+            let start = passes - starting;
             ready = start + seconds;
             self.giving[*giver] = ready;
             // Samples on their way hold up the sums.

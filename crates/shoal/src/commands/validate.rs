@@ -111,14 +111,16 @@ fn deeppool_report(folder: &std::path::Path) -> Result<(String, Value)> {
         said(error, hint)
     })?;
     let mut text = format!(
-        "DeepPool's profiles, {} samples a step: milliseconds a step, and the throughput of foreground and background over\ndata parallelism's, the foreground being no slower than it\n  {:<28} {:>9} {:>9} {:>9} {:>12} {:>8} {:>8}\n",
+        "DeepPool's profiles, {} samples a step: milliseconds a step, and the throughput of foreground and background over\ndata parallelism's, the foreground being no slower than it, than 1.05 times it, and than DeepPool's rule makes it\n  {:<28} {:>9} {:>9} {:>9} {:>12} {:>9} {:>8} {:>8} {:>8}\n",
         report.assumptions.global_batch,
         "",
         "data par.",
         "its rule",
         "ours",
         "same budget",
-        "in all",
+        "no slower",
+        "by 5 %",
+        "its pace",
         "at most"
     );
     for model in &report.models {
@@ -126,12 +128,14 @@ fn deeppool_report(folder: &std::path::Path) -> Result<(String, Value)> {
             let name = format!("{}, {:?} {}", model.model, case.network, case.devices);
             let ms = |outcome: &deeppool::Outcome| 1e3 * outcome.step_seconds;
             text += &format!(
-                "  {name:<28} {:>9.2} {:>9.2} {:>9.2} {:>12.2} {:>7.2}x {:>7.2}x\n",
+                "  {name:<28} {:>9.2} {:>9.2} {:>9.2} {:>12.2} {:>8.2}x {:>7.2}x {:>7.2}x {:>7.2}x\n",
                 ms(&case.data_parallel),
                 ms(&case.greedy),
                 ms(&case.fastest),
                 ms(&case.at_greedy_device_seconds),
                 case.shared.throughput_over_data_parallel,
+                case.shared_within_five_percent.throughput_over_data_parallel,
+                case.shared_at_greedy_pace.throughput_over_data_parallel,
                 case.throughput_ceiling
             );
         }
