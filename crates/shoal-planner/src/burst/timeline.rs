@@ -189,3 +189,44 @@ fn joined(mut intervals: Vec<Range<f64>>) -> Vec<Range<f64>> {
     }
     joined
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::background::Background;
+    use super::super::testing::{Drawn, chain, costs, fleet};
+    use super::*;
+
+    fn layer(parameters: u64) -> Drawn {
+        Drawn { fixed: 1e-3, each: 0.0, parameters, output_bytes: 0 }
+    }
+
+    /// Sums that are left when the backward has ended are devices' work within a node, and the network's between nodes.
+    #[test]
+    fn devices_wait_for_sums_between_nodes() {
+        for (nodes, waits) in [(1, false), (2, true)] {
+            let fleet = fleet(nodes, 4);
+            let costs = costs(&[layer(400_000_000)], &fleet);
+            let problem = chain(&costs, &fleet, 8);
+            let estimate = estimate(&problem, &problem.ways(), &problem.data_parallel());
+            assert!(estimate.exposed_seconds > 10e-3);
+            let gaps = Background::new(0.0).devices_worth(&estimate);
+            assert_eq!(gaps > 0.9 * fleet.devices.len() as f64, waits, "{gaps} on {nodes} nodes");
+            assert_eq!(gaps == 0.0, !waits);
+        }
+    }
+
+    /// Three layers that read one another device's layer: their moves are started together, and so is what comes back.
+    #[test]
+    fn moves_from_one_layer_are_started_together() {
+        let fleet = fleet(1, 4);
+        let costs = costs(&[layer(0), layer(0), layer(0), layer(0)], &fleet);
+        let step = |seconds_a_move: f64| {
+            let inputs = vec![vec![], vec![0], vec![0], vec![0]];
+            let problem = Problem { inputs, seconds_a_move, ..chain(&costs, &fleet, 4) };
+            let decision = Decision { devices: vec![vec![0], vec![1], vec![2], vec![3]] };
+            estimate(&problem, &problem.ways(), &decision).step_seconds
+        };
+        let started = step(5e-3) - step(0.0);
+        assert!((started - 10e-3).abs() < 1e-6, "a start each way, not three: {started}");
+    }
+}
