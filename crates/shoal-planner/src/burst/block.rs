@@ -308,7 +308,7 @@ impl<'a> Solver<'a> {
             let ends = Ends::new(field, layers, from, to);
             for (other, moves) in moves.iter().enumerate() {
                 // All of a fork's moves are started at the same time, and all of a join's.
-                let mut add = |ways: &mut Cost, source: usize| {
+                let add = |ways: &mut Cost, source: usize| {
                     let mut cost = field.moving(source, moves);
                     if ways.seconds > 0.0 {
                         cost.seconds -= 2.0 * field.ways.starting_seconds(moves);
