@@ -87,6 +87,12 @@ impl CpuDevice {
         self.pool.current_num_threads()
     }
 
+    /// Whether a caller copies as fast by itself. A pool's thread that has done its work gives its core away many times before
+    /// it sleeps, and whoever computes on that core is interrupted each time.
+    fn is_alone(&self) -> bool {
+        self.threads() == 1
+    }
+
     /// The instruction set in use, for people.
     pub fn instruction_set() -> &'static str {
         InstructionSet::detect().name()
