@@ -287,8 +287,8 @@ impl Run {
             // A save that failed beside this step is told now; the checkpoints before it are as they were.
             self.saver.settle(false)?;
             // Evaluating may need more memory than steps do: it comes first.
-            let comes = !matches!(self.settings.checkpoint_every, Interval::Steps(every) if every >= last);
-            if comes && (self.settings.eval_every.is_none() || evaluated) {
+            let never = matches!(self.settings.checkpoint_every, Interval::Steps(every) if every >= last);
+            if !never && (self.settings.eval_every.is_none() || evaluated) {
                 self.saver.make_ready(self.executor.host())?;
             }
             let verdict = self.agree(Verdict { evaluates, saves, stops }, &mut record, on_event)?;

@@ -87,9 +87,9 @@ impl CpuDevice {
         self.pool.current_num_threads()
     }
 
-    /// Whether a caller copies as fast by itself. A pool's thread that has done its work gives its core away many times before
+    /// Whether whoever asks for a copy makes it as fast by itself. A pool's thread that has done its work gives its core away many times before
     /// it sleeps, and whoever computes on that core is interrupted each time.
-    fn is_alone(&self) -> bool {
+    fn has_one_thread(&self) -> bool {
         self.threads() == 1
     }
 

@@ -16,7 +16,7 @@ impl CpuDevice {
     /// If there are not as many.
     pub fn copy(&self, from: &[u8], out: &mut [u8]) {
         assert_eq!(from.len(), out.len());
-        if out.len() <= 4 * PIECE || self.is_alone() {
+        if out.len() <= 4 * PIECE || self.has_one_thread() {
             return out.copy_from_slice(from);
         }
         self.pool.install(|| {
@@ -38,7 +38,7 @@ impl CpuDevice {
                 || encode(numbers, element, out),
             );
         };
-        if out.len() <= size * PIECE || self.is_alone() {
+        if out.len() <= size * PIECE || self.has_one_thread() {
             return pieces(out, numbers);
         }
         self.pool.install(|| {

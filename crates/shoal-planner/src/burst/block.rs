@@ -308,12 +308,12 @@ impl<'a> Solver<'a> {
             let ends = Ends::new(field, layers, from, to);
             for (other, moves) in moves.iter().enumerate() {
                 // All of a fork's moves are started at the same time, and all of a join's.
-                let add = |ways: &mut Cost, source: usize| {
+                let add = |sum: &mut Cost, source: usize| {
                     let mut cost = field.moving(source, moves);
-                    if ways.seconds > 0.0 {
+                    if sum.seconds > 0.0 {
                         cost.seconds -= 2.0 * field.ways.starting_seconds(moves);
                     }
-                    *ways = ways.then(&cost);
+                    *sum = sum.then(&cost);
                 };
                 (0..ends.entries).for_each(|_| add(&mut lanes.into[other], from));
                 ends.exits.iter().for_each(|source| add(&mut lanes.out[other], *source));

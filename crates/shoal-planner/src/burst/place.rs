@@ -108,7 +108,7 @@ impl Ways {
     }
 
     /// Whether devices are on more than one node.
-    pub fn leave_a_node(&self, devices: &[usize]) -> bool {
+    pub fn span_nodes(&self, devices: &[usize]) -> bool {
         devices.windows(2).any(|pair| self.node_of[pair[0]] != self.node_of[pair[1]])
     }
 

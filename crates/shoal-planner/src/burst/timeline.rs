@@ -90,7 +90,7 @@ pub(super) fn estimate(problem: &Problem, ways: &Ways, decision: &Decision) -> E
     let step_seconds = backward_end.max(clock.sums_end);
     let exposed_seconds = step_seconds - backward_end;
     // Sums within a node are the devices' own work. Those that pass between nodes are the network's: devices wait.
-    if !ways.leave_a_node(&decision.devices[0]) {
+    if !ways.span_nodes(&decision.devices[0]) {
         for device in &decision.devices[0] {
             clock.busy[*device].push(backward_end..step_seconds);
         }
