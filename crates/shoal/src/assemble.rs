@@ -31,10 +31,12 @@ use crate::spill;
 const CPU: &str = "cpu:0";
 const GPU: &str = "cuda:0";
 
-/// Bytes the process takes beside what is counted: code, thread stacks, packing buffers of the matrix
-/// products, the tokenizer. Stated with every memory forecast. From tiny models to half a billion parameters,
-/// kept and recomputed, 15 to 26 MiB were seen on two threads.
-pub const PROCESS_BYTES: u64 = 20 << 20;
+/// Bytes the process takes beside what is counted: code, libraries, the tokenizer, and for each thread its stack and what
+/// the matrix products pack into, some of which the allocator keeps. Stated with every memory forecast. From tiny models to
+/// half a billion parameters 20 to 25 MiB were seen on one thread, 21 to 36 on two, 42 to 57 on eight.
+pub fn process_bytes(threads: usize) -> u64 {
+    (20 << 20) + threads as u64 * (4 << 20)
+}
 
 /// Held-out tokens are masked alike in every run, so that held-out losses can be compared; by a seed that no
 /// job is likely to have, so that held-out masks are never those trained on.
@@ -79,7 +81,7 @@ impl LocalDevice {
     /// The processor.
     pub fn new(memory_bytes: Option<u64>, threads: Option<usize>) -> LocalDevice {
         let threads = threads.unwrap_or_else(machine::cores);
-        let available = machine::available_bytes().saturating_sub(PROCESS_BYTES);
+        let available = machine::available_bytes().saturating_sub(process_bytes(threads));
         let budget_bytes = memory_bytes.unwrap_or((available as f64 * machine::DEFAULT_SHARE) as u64);
         LocalDevice {
             gpu: None,
@@ -199,7 +201,7 @@ impl LocalDevice {
 
     /// Bytes beside what is counted; stated with every memory forecast.
     pub fn process_bytes(&self) -> u64 {
-        if self.gpu.is_some() { GPU_PROCESS_BYTES } else { PROCESS_BYTES }
+        if self.gpu.is_some() { GPU_PROCESS_BYTES } else { process_bytes(self.threads) }
     }
 
     /// The device's name, and its model where there are several kinds.

@@ -44,7 +44,7 @@ impl<'a> Target<'a> {
 }
 
 /// Columns a kernel call gets at most. It copies them into a buffer of its own, up to the size of the last
-/// cache; so cut, that buffer stays at a few MiB a thread, which the stated constant of the process covers.
+/// cache; so cut, that buffer stays at a few MiB a thread, which what is stated for the process covers.
 const PACKED_COLUMNS: usize = 2048;
 
 /// One product on the calling thread: `out[m, n] (+)= scale * a * b`, each matrix as (pointer, row stride,

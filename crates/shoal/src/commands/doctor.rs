@@ -10,7 +10,7 @@ use shoal_kernels::CudaDevice;
 use shoal_kernels::device::DeviceError;
 use shoal_model::Precision;
 
-use crate::assemble::{LocalDevice, PROCESS_BYTES};
+use crate::assemble::LocalDevice;
 use crate::error::{CliError, Result};
 use crate::job::{DeviceChoice, bytes_text};
 use crate::machine;
@@ -65,7 +65,7 @@ pub fn run(options: Options) -> Result {
         bytes_text(machine::available_bytes()),
         bytes_text(machine::total_bytes()),
         bytes_text(device.budget_bytes),
-        bytes_text(PROCESS_BYTES)
+        bytes_text(device.process_bytes())
     );
     match disk {
         Ok(rate) => println!("ok    disk        {}/s writing here", bytes_text(rate as u64)),
