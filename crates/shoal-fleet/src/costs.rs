@@ -52,6 +52,7 @@ struct KindCosts {
     /// The kind that this is a share of, and its part of that one's rate, where the share was not measured itself.
     scaled: Option<(String, f64)>,
     update_seconds_per_parameter: f64,
+    handling_seconds_per_byte: f64,
     /// By layer: which of the curves are its forward's and its backward's. Equal layers share them.
     of_layer: Vec<(u32, u32)>,
     curves: Vec<Seconds>,
@@ -147,6 +148,7 @@ impl Costs {
                 estimated: false,
                 scaled: None,
                 update_seconds_per_parameter: table.update_seconds_per_parameter,
+                handling_seconds_per_byte: 0.0,
                 of_layer: Vec::new(),
                 curves: Vec::new(),
             };
@@ -165,6 +167,14 @@ impl Costs {
         let kind_of = fleet.devices.iter().filter_map(|device| place(&device.kind)).collect();
         let host_bytes_per_second = fleet.nodes.iter().map(|node| node.host_bytes_per_second).collect();
         Costs { layers, kind_of, kinds, host_bytes_per_second }
+    }
+
+    /// Messages take nothing of what devices of some kinds compute.
+    pub fn without_handling(mut self, is_one: impl Fn(&str) -> bool) -> Costs {
+        for kind in self.kinds.iter_mut().filter(|kind| is_one(&kind.kind)) {
+            kind.handling_seconds_per_byte = 0.0;
+        }
+        self
     }
 
     /// Hosts take so many times what they did.
@@ -203,6 +213,11 @@ impl Costs {
     /// Seconds of the optimizer on the device.
     pub fn update(&self, device: usize, parameters: u64) -> f64 {
         self.kind(device).update_seconds_per_parameter * parameters as f64
+    }
+
+    /// Seconds of its computing that a byte takes which the device sends or receives: none, unless it is a processor.
+    pub fn handling(&self, device: usize) -> f64 {
+        self.kind(device).handling_seconds_per_byte
     }
 
     /// Seconds of the optimizer in the node's host memory, whose bandwidth bounds it.
@@ -249,6 +264,7 @@ impl KindCosts {
             estimated: device.estimated,
             scaled: None,
             update_seconds_per_parameter: update,
+            handling_seconds_per_byte: device.handling_seconds_per_byte.unwrap_or(0.0),
             of_layer: Vec::new(),
             curves: Vec::new(),
         };
@@ -279,6 +295,7 @@ impl KindCosts {
     fn stretch(&mut self, times: f64) {
         self.curves = self.curves.iter().map(|known| Seconds::new(&known.curve.slowed(times))).collect();
         self.update_seconds_per_parameter *= times;
+        self.handling_seconds_per_byte *= times;
     }
 
     /// Where the curve stands among those worked out.

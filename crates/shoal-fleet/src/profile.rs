@@ -19,6 +19,9 @@ use crate::link::Link;
 pub use correct::{Correction, Seen};
 pub(crate) use write::{rounded, rounded_each, rounded_option, rounded_pairs};
 
+/// How a profile calls the device that was measured where it is a processor.
+pub const PROCESSOR: &str = "the processor";
+
 /// Raised when the file's meaning changes.
 pub const FORMAT: u32 = 2;
 
@@ -49,6 +52,10 @@ pub struct DeviceProfile {
     /// Of the optimizer on the device, where it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "rounded_option")]
     pub update_seconds_per_parameter: Option<f64>,
+    /// Of a processor, which computes and handles messages by the same cores: what a byte that it sends or receives takes of
+    /// one of them. A GPU has a host for that.
+    #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "rounded_option")]
+    pub handling_seconds_per_byte: Option<f64>,
     /// A whole step: forward, backward, update.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step: Option<TimeCurve>,
@@ -123,11 +130,20 @@ impl Profile {
         correct::by_what_was_seen(self, precision, seen)
     }
 
-    /// What is known of a kind in a precision; what was measured comes before what was estimated.
+    /// What is known of a kind in a precision; what was measured comes before what was estimated. A processor is measured by
+    /// its maker's name for it, and is what a fleet calls a CPU if it is the only one.
     pub fn device(&self, kind: &str, precision: Precision) -> Option<&DeviceProfile> {
-        let mut found = self.devices.iter().filter(|device| device.precision == precision);
+        let found = || self.devices.iter().filter(|device| device.precision == precision);
         let is_it = |device: &&DeviceProfile| catalogue::same(&device.kind, kind);
-        found.clone().find(|device| !device.estimated && is_it(device)).or_else(|| found.find(is_it))
+        let measured = found().find(|device| !device.estimated && is_it(device));
+        measured.or_else(|| self.only_processor(kind, precision)).or_else(|| found().find(is_it))
+    }
+
+    fn only_processor(&self, kind: &str, precision: Precision) -> Option<&DeviceProfile> {
+        let is_one = |device: &&DeviceProfile| device.device == PROCESSOR && device.precision == precision;
+        let mut processors = self.devices.iter().filter(is_one).filter(|device| !device.estimated);
+        let first = processors.next().filter(|_| catalogue::same(kind, catalogue::CPU))?;
+        processors.next().is_none().then_some(first)
     }
 
     pub fn link(&self, scope: LinkScope, kind: &str) -> Option<&Link> {

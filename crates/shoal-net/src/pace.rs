@@ -159,11 +159,9 @@ impl Pacer {
 /// What a link with latency and no given bandwidth is taken to carry, to bound what is under way.
 const UNLIMITED_BYTES_PER_S: f64 = 12.5e9;
 
-/// Sleeps until a moment at which bytes arrive, unless it is soon and they may arrive ahead of it.
-pub fn sleep_until_about(moment: Instant, ahead: bool) {
-    if !ahead || moment.saturating_duration_since(Instant::now()) > AHEAD_MAX {
-        sleep_until(moment);
-    }
+/// Whether bytes that may arrive ahead of a moment may do so now.
+pub fn is_about_due(moment: Instant) -> bool {
+    moment.saturating_duration_since(Instant::now()) <= AHEAD_MAX
 }
 
 /// Sleeps until a moment that may have passed.

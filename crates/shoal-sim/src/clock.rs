@@ -9,6 +9,7 @@ use shoal_plan::memory::Meter;
 use shoal_plan::{Instruction, Lane, Layout, Meetings, Op, Program, ProgramError, Tier};
 
 use crate::flows::{End, Flows, Resource};
+use crate::handling::Handling;
 use crate::world::{Work, World};
 
 /// Lines in which updates wait: the host's and the disk's.
@@ -77,6 +78,7 @@ pub fn simulate(
     let meetings = Meetings::new(programs, layout)?;
     let devices = layout.plan.devices.len();
     let mut clock = Clock::new(devices, &meetings, world.resources(), settings);
+    clock.handling = Handling::new((0..devices).map(|device| world.handling(device)).collect());
     let leaves = |program: &Program| !settings.alone && !program.left_behind().is_empty();
     let steps = if programs.iter().any(leaves) { 2 } else { 1 };
     let over = if steps == 1 { Milestone::Over } else { Milestone::Listed };
@@ -387,6 +389,7 @@ pub(crate) struct Clock<'a> {
     missing: Vec<u32>,
     settings: Settings,
     flows: Flows,
+    handling: Option<Handling>,
     /// What each transfer belongs to.
     carried: Vec<What>,
     events: Events<Event>,
@@ -409,6 +412,7 @@ impl<'a> Clock<'a> {
             meetings,
             settings,
             flows: Flows::new(resources.to_vec()),
+            handling: None,
             carried: Vec::new(),
             events: Events::default(),
             now: 0.0,
@@ -560,12 +564,63 @@ impl<'a> Clock<'a> {
     /// All that it waits for is there.
     fn begin(&mut self, what: What) {
         let work = self.work(what);
-        let seconds = work.seconds * self.slowness(what);
+        let seconds = work.seconds * self.slowness(what) + self.begin_handling(what, &work);
         match work.bytes > 0.0 {
             true if seconds > 0.0 => self.events.push(self.now + seconds, Event::Moves { what }),
             true => self.move_bytes(what),
             false => self.events.push(self.now + seconds, Event::Finished { what }),
         }
+    }
+
+    /// Returns by how much longer something lasts because of what was handled beside the computing before it.
+    fn begin_handling(&mut self, what: What, work: &Work) -> f64 {
+        if self.handling.is_none() {
+            return 0.0;
+        }
+        match what {
+            What::Instruction(program, place) => {
+                let Course { device, slots, .. } = &self.courses[program];
+                let computes = slots[place].lane == Some(Lane::Compute as u8);
+                let (device, now) = (*device, self.now);
+                let handling = self.handling.as_mut().filter(|_| computes);
+                handling.map_or(0.0, |handling| handling.compute(device, now))
+            }
+            What::Meeting(meeting) => {
+                let (devices, now) = (self.devices_of(meeting), self.now);
+                if let Some(handling) = self.handling.as_mut().filter(|_| work.handled_bytes > 0.0) {
+                    handling.begin(meeting, devices.into_iter(), now);
+                }
+                0.0
+            }
+        }
+    }
+
+    fn end_handling(&mut self, what: What) {
+        if self.handling.is_none() {
+            return;
+        }
+        let now = self.now;
+        match what {
+            What::Instruction(program, place) => {
+                let Course { device, slots, .. } = &self.courses[program];
+                let computes = slots[place].lane == Some(Lane::Compute as u8);
+                let device = *device;
+                if let Some(handling) = self.handling.as_mut().filter(|_| computes) {
+                    handling.computed(device, now);
+                }
+            }
+            What::Meeting(meeting) => {
+                let (devices, bytes) = (self.devices_of(meeting), self.work(what).handled_bytes);
+                if let Some(handling) = &mut self.handling {
+                    handling.end(meeting, devices.into_iter(), bytes, now);
+                }
+            }
+        }
+    }
+
+    fn devices_of(&self, meeting: usize) -> Vec<usize> {
+        let (members, first) = self.members(meeting);
+        members.iter().map(|(program, _)| self.courses[first + program].device).collect()
     }
 
     fn move_bytes(&mut self, what: What) {
@@ -593,6 +648,7 @@ impl<'a> Clock<'a> {
     }
 
     fn finish(&mut self, what: What, told: &mut Told<'_, 'a>) {
+        self.end_handling(what);
         let alone = match what {
             What::Instruction(program, place) => [(program, place)],
             What::Meeting(_) => [(0, 0)],

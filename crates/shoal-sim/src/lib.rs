@@ -5,11 +5,13 @@
 //!
 //! - [`clock`]: the clock itself.
 //! - [`flows`]: transfers that share links, and how long they take.
+//! - `handling`: what messages take of processors that compute.
 //! - [`jobs`]: several jobs on a pool of devices.
 //! - [`world`]: what instructions cost on a fleet with a profile.
 
 pub mod clock;
 pub mod flows;
+mod handling;
 pub mod jobs;
 pub mod world;
 

@@ -17,6 +17,8 @@ pub struct Work {
     pub seconds: f64,
     pub bytes: f64,
     pub resources: Vec<u32>,
+    /// Bytes that everyone who takes part sends or receives, each way counted.
+    pub handled_bytes: f64,
 }
 
 impl Work {
@@ -35,6 +37,11 @@ pub trait World {
 
     /// One that several have in common, of which this device is one.
     fn together(&self, op: &Op, device: usize) -> Work;
+
+    /// Seconds of its computing that a byte takes which a device sends or receives.
+    fn handling(&self, _device: usize) -> f64 {
+        0.0
+    }
 }
 
 /// A fleet, its costs and a table for it: the plan's devices are the fleet's, in its order.
@@ -122,7 +129,7 @@ impl<'a> FleetWorld<'a> {
     fn host_way(&self, device: usize, bytes: f64, in_or_out: Way) -> Work {
         let link = &self.fleet.devices[device].host_link;
         let resources = vec![self.device(device, in_or_out), self.node(device, Shared::Memory)];
-        Work { seconds: link.seconds_latency, bytes, resources }
+        Work { seconds: link.seconds_latency, bytes, resources, handled_bytes: 0.0 }
     }
 
     /// From one device to another.
@@ -132,7 +139,8 @@ impl<'a> FleetWorld<'a> {
             true => vec![self.device(from, Way::ToPeers), self.device(to, Way::FromPeers)],
             false => vec![self.node(from, Shared::Out), self.node(to, Shared::In)],
         };
-        slowed(Work { seconds: link.seconds_latency, bytes, resources }, &link, &self.resources)
+        let work = Work { seconds: link.seconds_latency, bytes, resources, handled_bytes: bytes };
+        slowed(work, &link, &self.resources)
     }
 
     /// A ring through devices, node by node, over which so many bytes pass each of them.
@@ -163,7 +171,7 @@ impl<'a> FleetWorld<'a> {
         resources.dedup();
         // A ring of n has n - 1 steps, and each waits for one link.
         seconds *= rounds * (order.len() - 1) as f64 / order.len() as f64;
-        let work = Work { seconds, bytes, resources };
+        let work = Work { seconds, bytes, resources, handled_bytes: 2.0 * bytes };
         slowest.map_or(work.clone(), |link| slowed(work, &link, &self.resources))
     }
 
@@ -371,6 +379,10 @@ impl World for FleetWorld<'_> {
             _ => self.alone(op, device),
         }
     }
+
+    fn handling(&self, device: usize) -> f64 {
+        self.costs.handling(device)
+    }
 }
 
 impl FleetWorld<'_> {
@@ -383,12 +395,13 @@ impl FleetWorld<'_> {
                 seconds: 0.0,
                 bytes: (shoal_fleet::costs::HOST_UPDATE_BYTES * elements as u64) as f64,
                 resources: vec![self.node(device, Shared::Memory)],
+                handled_bytes: 0.0,
             },
             Tier::Disk => {
                 let states = 1 + self.layout.plan.optimizer_states;
                 let resources =
                     vec![self.node(device, Shared::DiskRead), self.node(device, Shared::DiskWrite)];
-                Work { seconds: 0.0, bytes: (4 * states * elements) as f64, resources }
+                Work { bytes: (4 * states * elements) as f64, resources, ..Work::default() }
             }
         }
     }

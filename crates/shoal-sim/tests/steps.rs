@@ -24,7 +24,7 @@ impl AnyDelay {
         // Some take a thousand times as long as others, and some nothing.
         let seconds = draw.of(&[0.0, 1e-3, 1e-2, 0.1, 1.0]);
         let resources = vec![draw.below(2) as u32, 2 + draw.below(2) as u32];
-        Work { seconds, bytes: if draw.chance(30) { 10.0 } else { 0.0 }, resources }
+        Work { seconds, bytes: if draw.chance(30) { 10.0 } else { 0.0 }, resources, handled_bytes: 5.0 }
     }
 }
 
@@ -39,6 +39,10 @@ impl World for AnyDelay {
 
     fn alone(&self, op: &Op, device: usize) -> Work {
         self.delay(op, device)
+    }
+
+    fn handling(&self, device: usize) -> f64 {
+        if device.is_multiple_of(2) { 0.02 } else { 0.0 }
     }
 
     fn together(&self, op: &Op, _device: usize) -> Work {
@@ -202,6 +206,50 @@ fn a_slow_link_is_waited_for() {
     let seconds = seconds(&chain, &plan, "8 kbit/s");
     let expected = 2.0 * 3.0 + 2.0 * bytes / 1000.0;
     assert!((seconds / expected - 1.0).abs() < 1e-3, "{seconds}, not {expected}");
+}
+
+/// Where messages take their handlers' own time.
+struct Handled<'a>(FleetWorld<'a>, f64);
+
+impl World for Handled<'_> {
+    fn resources(&self) -> &[Resource] {
+        self.0.resources()
+    }
+
+    fn alone(&self, op: &Op, device: usize) -> Work {
+        self.0.alone(op, device)
+    }
+
+    fn together(&self, op: &Op, device: usize) -> Work {
+        self.0.together(op, device)
+    }
+
+    fn handling(&self, _device: usize) -> f64 {
+        self.1
+    }
+}
+
+/// What is sent and received while a device computes makes its computing longer, byte by byte; where it only waits, nothing.
+#[test]
+fn messages_take_the_time_of_those_who_handle_them_and_compute() {
+    let chain = untied(2);
+    let fleet = fleet(2, "8 kbit/s");
+    let costs = unit_costs(&chain, &fleet);
+    let bytes = chain.layers[1].kind.output_bytes(1, 8, Precision::Fp32) as f64;
+    let seconds = |batches: usize, handling: f64| {
+        let plan = pipeline(&chain, 2, batches, Order::Gpipe, false);
+        let layout = Layout::new(&plan, &chain);
+        let world = Handled(FleetWorld::new(&fleet, &costs, &layout), handling);
+        let programs = compile_paced(&plan, &chain, Purpose::Train, &world.0).unwrap();
+        simulate(&programs, &layout, &world, Settings::default()).unwrap()
+    };
+    // With one micro-batch everyone waits for every message.
+    assert_eq!(seconds(1, 0.0).seconds, seconds(1, 0.01 / bytes).seconds);
+    // With more the first device computes forwards while it sends, and the second backwards.
+    let (free, handled) = (seconds(4, 0.0), seconds(4, 0.01 / bytes));
+    let longer = handled.devices.iter().zip(&free.devices).map(|(a, b)| a.computing - b.computing);
+    let longer: Vec<f64> = longer.collect();
+    assert!(longer.iter().all(|seconds| *seconds > 0.0 && *seconds <= 0.08 + 1e-9), "{longer:?}");
 }
 
 #[test]

@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use shoal_data::{Dataset, DatasetSpec, ImageSpec, Tokenizer, Variation};
 use shoal_engine::import::reader;
 use shoal_engine::{Executor, KindRate, ModelState, Replay, RunSettings, Tiers, rate};
+use shoal_fleet::profile::PROCESSOR;
 use shoal_kernels::cuda::GpuFacts;
 use shoal_kernels::{CpuDevice, CudaDevice, Device};
 use shoal_model::{Chain, ImageShape, Layer, LayerKind, Precision, TensorSpec};
@@ -208,7 +209,7 @@ impl LocalDevice {
     pub fn title(&self) -> String {
         match &self.gpu {
             Some(facts) => format!("{GPU} ({})", facts.model),
-            None => "the processor".into(),
+            None => PROCESSOR.into(),
         }
     }
 

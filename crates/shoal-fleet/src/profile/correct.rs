@@ -51,6 +51,13 @@ pub(super) fn by_what_was_seen(
     seen: &[Seen],
 ) -> (Profile, Vec<Correction>) {
     let mut corrections = Vec::new();
+    // A fleet may call a device otherwise than the profile does.
+    let mut seen = seen.to_vec();
+    for seen in &mut seen {
+        if let Some(device) = profile.device(&seen.kind, precision) {
+            seen.kind.clone_from(&device.kind);
+        }
+    }
     for device in profile.devices.iter_mut().filter(|device| device.precision == precision) {
         let here = || seen.iter().filter(|seen| catalogue::same(&seen.kind, &device.kind));
         let Some(all) = Sums::of(here()).times() else { continue };
@@ -95,6 +102,7 @@ mod tests {
             precision: Precision::Bf16,
             estimated: false,
             update_seconds_per_parameter: None,
+            handling_seconds_per_byte: None,
             step: None,
             layers: vec![row("block 0"), row("head")],
         };

@@ -49,6 +49,12 @@ fn merge_device(known: &mut DeviceProfile, device: DeviceProfile) -> Result<()> 
             (Some(a), Some(b)) => Some(agreed(a, b, || format!("{of}: the update of a parameter"))?),
             (a, b) => a.or(b),
         };
+    // It swings with whatever else runs, as links do.
+    known.handling_seconds_per_byte =
+        match (known.handling_seconds_per_byte, device.handling_seconds_per_byte) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
     known.step = match (known.step.take(), device.step) {
         (Some(a), Some(b)) => Some(merge_curve(&a, &b, &format!("{of}: a step"))?),
         (a, b) => a.or(b),

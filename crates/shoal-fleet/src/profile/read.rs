@@ -43,6 +43,9 @@ fn defect(profile: &Profile) -> Option<String> {
         if let Some(seconds) = device.update_seconds_per_parameter.filter(|seconds| !is_time(*seconds)) {
             return Some(format!("{of}: update_seconds_per_parameter is {seconds}"));
         }
+        if let Some(seconds) = device.handling_seconds_per_byte.filter(|seconds| !is_time(*seconds)) {
+            return Some(format!("{of}: handling_seconds_per_byte is {seconds}"));
+        }
         if let Some(what) = device.step.as_ref().and_then(TimeCurve::defect) {
             return Some(format!("{of}: step {what}"));
         }
@@ -110,6 +113,7 @@ impl From<First> for Profile {
             precision: first.precision,
             estimated: false,
             update_seconds_per_parameter: None,
+            handling_seconds_per_byte: None,
             step: Some(curve(first.step_seconds)),
             layers: first.layers.into_iter().map(layer).collect(),
             device: first.device,

@@ -2,7 +2,8 @@
 
 use proptest::prelude::*;
 use shoal_fleet::{
-    DeviceProfile, Error, LayerProfile, Link, LinkProfile, LinkScope, Profile, TimeCurve, catalogue, estimate,
+    DeviceProfile, Error, LayerProfile, Link, LinkProfile, LinkScope, Profile, Seen, TimeCurve, catalogue,
+    estimate,
 };
 use shoal_model::{Model, Precision};
 
@@ -33,6 +34,7 @@ fn profile(kind: &str, layers: Vec<LayerProfile>) -> Profile {
         precision: Precision::Bf16,
         estimated: false,
         update_seconds_per_parameter: Some(1e-11),
+        handling_seconds_per_byte: None,
         step: Some(TimeCurve::new(vec![1], vec![0.5])),
         layers,
     };
@@ -90,6 +92,50 @@ fn a_profile_is_a_layer_a_line_of_five_digits() {
         profile("T4", vec![layer(&["a", "b"], &[(1, 0.123456789)]), layer(&["c"], &[(1, 1e-5)])]).to_text();
     assert_eq!(text.lines().filter(|line| line.starts_with("{\"layers\"")).count(), 2);
     assert!(text.contains("[0.12346]") && text.contains("[0.24691]"), "{text}");
+}
+
+/// Whatever its maker calls it; but for two that were measured a fleet must say which it means.
+#[test]
+fn the_processor_that_was_measured_is_what_a_fleet_calls_a_cpu() {
+    let of = |kind: &str| {
+        let mut profile = profile(kind, vec![layer(&["a"], &[(1, 1.0)])]);
+        profile.devices[0].device = "the processor".into();
+        profile
+    };
+    let one = of("Some Processor");
+    assert_eq!(one.device("CPU", Precision::Bf16).unwrap().kind, "Some Processor");
+    assert!(one.device("CPU", Precision::Fp32).is_none() && one.device("T4", Precision::Bf16).is_none());
+    let with_gpu = one.clone().merge(profile("T4", vec![layer(&["a"], &[(1, 1.0)])])).unwrap();
+    assert_eq!(with_gpu.device("CPU", Precision::Bf16).unwrap().kind, "Some Processor");
+    let two = one.clone().merge(of("Another")).unwrap();
+    assert!(two.device("CPU", Precision::Bf16).is_none());
+    // What a run took is noted under the fleet's name for it.
+    let seen = |is_backward: bool, expected_seconds: f64| Seen {
+        kind: "CPU".into(),
+        layer: "a".into(),
+        is_backward,
+        seconds: 2.0 * expected_seconds,
+        expected_seconds,
+    };
+    let (corrected, corrections) = one.corrected(Precision::Bf16, &[seen(false, 1.0), seen(true, 2.0)]);
+    assert_eq!((corrections.len(), corrected.devices[0].layers[0].forward.seconds[0]), (1, 2.0));
+}
+
+#[test]
+fn what_handling_takes_is_kept_and_the_least_of_two_counts() {
+    let of = |seconds: f64| {
+        let mut profile = profile("T4", vec![layer(&["a"], &[(1, 1.0)])]);
+        profile.devices[0].handling_seconds_per_byte = Some(seconds);
+        profile
+    };
+    let merged = of(3e-10).merge(of(2e-10)).unwrap();
+    let read = Profile::parse(&merged.to_text(), "p.json").unwrap();
+    assert_eq!(read.devices[0].handling_seconds_per_byte, Some(2e-10));
+    let broken = of(1.0)
+        .to_text()
+        .replace("\"handling_seconds_per_byte\": 1.0", "\"handling_seconds_per_byte\": -1.0");
+    let error = Profile::parse(&broken, "p.json").unwrap_err().to_string();
+    assert!(error.contains("handling_seconds_per_byte"), "{error}");
 }
 
 #[test]

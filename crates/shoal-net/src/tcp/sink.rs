@@ -3,13 +3,14 @@
 
 use std::io;
 use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
 use super::join::TICK_MAX;
 use super::stream::Writing;
-use crate::pace::{Pacer, Progress, sleep_until_about};
+use crate::pace::{Pacer, Progress, is_about_due, sleep_until};
 use crate::wire::Header;
 
 pub struct Sink {
@@ -19,6 +20,8 @@ pub struct Sink {
     pacer: Option<Arc<Pacer>>,
     /// To the thread that writes what is due; gone when the sink is closed.
     under_way: Mutex<Option<mpsc::Sender<Delayed>>>,
+    /// Frames that it has not written yet.
+    waiting: Arc<AtomicUsize>,
     delayed: bool,
 }
 
@@ -102,7 +105,10 @@ impl Sink {
             changed: Condvar::new(),
         });
         let delayed = pacer.as_ref().is_some_and(|pacer| pacer.delays());
-        let mut sink = Sink { slot: slot.clone(), socket, pacer, under_way: Mutex::new(None), delayed };
+        let waiting = Arc::new(AtomicUsize::new(0));
+        let under_way = Mutex::new(None);
+        let mut sink =
+            Sink { slot: slot.clone(), socket, pacer, under_way, waiting: waiting.clone(), delayed };
         if !delayed {
             return Ok((sink, None));
         }
@@ -111,11 +117,14 @@ impl Sink {
         let socket = sink.socket.try_clone()?;
         let thread = thread::Builder::new().name("shoal-net delay".to_owned()).spawn(move || {
             for frame in receiver {
-                sleep_until_about(frame.due, frame.ahead);
+                if !frame.ahead || !is_about_due(frame.due) {
+                    sleep_until(frame.due);
+                }
                 if slot.write(&frame.header, &frame.payload, &go_on).is_err() {
                     // Whoever reads from this peer finds out what became of it.
                     return;
                 }
+                waiting.fetch_sub(1, Ordering::Release);
             }
             let _ = socket.shutdown(Shutdown::Write);
         })?;
@@ -153,11 +162,20 @@ impl Sink {
             pacer.take(progress, payload.len(), last).wait();
             return self.slot.write(header, payload, go_on);
         }
-        let payload = payload.to_vec();
         let turn = {
             // Frames are lined up under the lock, so that they stand in the order of their times.
             let under_way = self.under_way.lock().expect("nobody panics with it");
             let turn = pacer.take(progress, payload.len(), last);
+            // What may arrive at once, with nothing before it, needs neither a copy nor the thread.
+            let alone = under_way.is_some() && self.waiting.load(Ordering::Acquire) == 0;
+            if alone && !last && is_about_due(turn.arrives) {
+                self.slot.write(header, payload, go_on)?;
+                drop(under_way);
+                turn.wait();
+                return Ok(());
+            }
+            let payload = payload.to_vec();
+            self.waiting.fetch_add(1, Ordering::Relaxed);
             let delayed = Delayed { due: turn.arrives, ahead: !last, header: *header, payload };
             let sent = under_way.as_ref().map(|line| line.send(delayed));
             if !matches!(sent, Some(Ok(()))) {

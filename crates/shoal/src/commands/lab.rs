@@ -218,10 +218,17 @@ struct Prepared {
     members: Vec<usize>,
 }
 
+/// A processor like this one, as a profile names it, or any.
+fn is_processor_here(kind: &str) -> bool {
+    kind == catalogue::CPU || kind == machine::processor()
+}
+
 impl Prepared {
     fn new(options: &Options, job: &Job, chain: &Chain) -> Result<Prepared> {
         let (fleet_options, table) = (options.on_fleet(), &options.search.table);
-        let on = fleet_options.read(job, chain)?;
+        let mut on = fleet_options.read(job, chain)?;
+        // Played instructions last as long as they should, whatever passes beside them.
+        on.costs = on.costs.without_handling(|kind| options.paced || !is_processor_here(kind));
         let plan = match table {
             Some(path) => read_table(path, chain)?,
             None => fleet_options.search(job, chain, &on)?.best.plan,
@@ -241,9 +248,7 @@ impl Prepared {
         let gpu_percent: Vec<Option<u32>> = programs.iter().map(gpu_percent).collect();
         let played = |program: &Program| {
             let kind = on.fleet.devices[program.device].kind.as_str();
-            // A processor like this one, as a profile names it, or any.
-            let here = gpu_percent[program.device].is_some()
-                || [catalogue::CPU, &machine::processor()].contains(&kind);
+            let here = gpu_percent[program.device].is_some() || is_processor_here(kind);
             (options.paced || !here).then(|| durations(program, &world))
         };
         let pace: Vec<Option<Vec<f64>>> = programs.iter().map(played).collect();

@@ -2,7 +2,9 @@
 //! samples, written as profile.json. What is timed is what training runs: the program's instructions, by the
 //! device's own clock.
 
+mod handling;
 pub mod links;
+mod neighbours;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -17,6 +19,7 @@ use super::trial::{DeviceOptions, ModelOptions, Trial, TrialSettings, median};
 use crate::error::{CliError, Result};
 use crate::in_a_box::gpu::percent_here;
 use crate::job::bytes_text;
+use crate::machine;
 
 #[derive(clap::Args)]
 pub struct Options {
@@ -33,6 +36,10 @@ pub struct Options {
     /// Steps measured for each number of samples; the median is written
     #[arg(long, default_value_t = 5)]
     rounds: usize,
+    /// Others that train beside it, as workers of a fleet on this machine do [default: as many as have room on the cores that
+    /// --threads leaves]
+    #[arg(long)]
+    neighbours: Option<usize>,
     /// Where to write it
     #[arg(long, default_value = "profile.json")]
     out: PathBuf,
@@ -62,23 +69,31 @@ pub fn run(options: Options) -> Result {
         options.merge.iter().try_fold(nothing.clone(), |all, path| all.merge(Profile::read(path)?))?;
     let device = options.on.choose(options.precision)?;
     let chain = model.chain();
+    let neighbours = options.neighbours.unwrap_or_else(|| match &device.gpu {
+        Some(_) => 0,
+        None => (machine::cores() / device.threads.max(1)).saturating_sub(1),
+    });
+    if neighbours > 0 {
+        eprintln!("note: measured while {neighbours} more like it compute on this machine, as in a fleet");
+    }
     let mut measured = Measured::new(&chain);
+    let settings = |samples: usize| TrialSettings {
+        batch: samples,
+        sequence,
+        precision: options.precision,
+        micro_batch: Some(samples),
+        deterministic: false,
+    };
     for samples in options.samples.iter().copied().collect::<BTreeSet<_>>() {
-        let settings = TrialSettings {
-            batch: samples,
-            sequence,
-            precision: options.precision,
-            micro_batch: Some(samples),
-            deterministic: false,
-        };
-        let mut trial = match Trial::new(&model, &settings, &device, None) {
+        let settings = settings(samples);
+        let measure =
+            |_: &_| measured.add(Trial::new(&model, &settings, &device, None)?, options.rounds, samples);
+        match neighbours::among(neighbours, &model, &settings, &device, measure) {
             Err(CliError::Engine(EngineError::Plan(PlanError::TooSmall { needed_bytes, .. }))) => {
                 eprintln!("note: {samples} samples need {}: not measured", bytes_text(needed_bytes));
-                continue;
             }
-            trial => trial?,
-        };
-        measured.add(&mut trial, options.rounds, samples)?;
+            added => added?,
+        }
     }
     if measured.samples.is_empty() {
         let what = format!("{}: no number of samples fits its memory", device.title());
@@ -88,10 +103,25 @@ pub fn run(options: Options) -> Result {
     let share = device.gpu.as_ref().and_then(|_| percent_here());
     let kind = share
         .map_or_else(|| catalogue::name(device.kind()), |share| catalogue::share_name(share, device.kind()));
-    let links = vec![links::host(&*device.open(options.precision, false)?, &kind)?, links::processes()?];
+    let host = links::host(&*device.open(options.precision, false)?, &kind)?;
+    let mut pair = links::Pair::start()?;
+    let processes = pair.link()?;
+    // A GPU leaves messages to its host.
+    let handling_seconds_per_byte = match &device.gpu {
+        Some(_) => None,
+        None => {
+            let settings = settings(samples[0]);
+            handling::seconds_per_byte(&mut pair, 1 + neighbours, &model, &settings, &device)?
+        }
+    };
+    drop(pair);
+    let links = vec![host, processes];
     for LinkProfile { scope, kind, link } in &links {
         let (rate, latency) = (link.bytes_per_second / 1e9, 1e6 * link.seconds_latency);
         println!("{scope:?} link of {kind}: {rate:.1} GB/s, {latency:.0} us");
+    }
+    if let Some(seconds) = handling_seconds_per_byte {
+        println!("a gigabyte sent or received takes {:.2} s of what computes", 1e9 * seconds);
     }
     let profile = Profile {
         links,
@@ -101,6 +131,7 @@ pub fn run(options: Options) -> Result {
             precision: options.precision,
             estimated: false,
             update_seconds_per_parameter: Some(measured.update_seconds() / chain.parameters() as f64),
+            handling_seconds_per_byte,
             step: Some(TimeCurve::new(samples.clone(), measured.step_seconds.clone())),
             layers: measured.layers(&chain, options.precision, sequence),
         }],
@@ -136,7 +167,7 @@ impl Measured {
     }
 
     /// Adds one number of samples.
-    fn add(&mut self, trial: &mut Trial, rounds: usize, samples: usize) -> Result {
+    fn add(&mut self, mut trial: Trial, rounds: usize, samples: usize) -> Result {
         trial.train(WARM_UP_STEPS)?;
         let step_seconds = trial.train(rounds)?.0 / rounds as f64;
         // From here on the parts of a step are wanted.

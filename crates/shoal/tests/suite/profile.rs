@@ -20,6 +20,9 @@ fn a_profile_holds_what_costs_need() {
     assert_eq!((profile.model.as_str(), profile.sequence, device.layers.len()), ("gpt2-tiny", 32, 3));
     assert!(device.update_seconds_per_parameter.is_some_and(|seconds| seconds > 0.0));
     assert_eq!(device.step.as_ref().unwrap().samples, [1, 2]);
+    // It may be too little to show here, beside other tests; never less than nothing, or what a copy of a byte cannot take.
+    assert!(device.handling_seconds_per_byte.is_none_or(|seconds| (0.0..1e-7).contains(&seconds)));
+    assert_eq!(profile.device("CPU", Precision::Fp32).unwrap().kind, device.kind);
 
     let text = format!(
         "[[node]]\nhost_memory = \"1 GiB\"\nhost_link = \"1 GB/s\"\n\

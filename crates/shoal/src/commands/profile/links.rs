@@ -3,14 +3,14 @@
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Instant;
 
 use shoal_fleet::Link;
 use shoal_fleet::profile::{LinkProfile, LinkScope};
 use shoal_kernels::{CpuDevice, Device, Element, Tensor};
-use shoal_net::{Endpoint, Fabric, Security, Settings, Tag, connect};
+use shoal_net::{Endpoint, Fabric, Security, Settings, Tag, collective, connect};
 
 use super::super::trial::median;
 use crate::error::{CliError, Result};
@@ -22,6 +22,10 @@ const SIZES: [usize; 7] = [1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22,
 const LARGEST_COPY: usize = 1 << 27;
 /// Times that each is sent; the median counts.
 const ROUNDS: usize = 7;
+/// Numbers that the two add up at a time, as a layer's gradients are.
+const SUMMED: usize = 1 << 20;
+/// So many of them after each other are in no cache.
+const SUMMED_APART: usize = 16;
 /// What the two processes call what they do: they know of no other.
 const FABRIC: u128 = 0x6c69_6e6b;
 
@@ -51,35 +55,79 @@ pub fn host(device: &dyn Device, kind: &str) -> Result<LinkProfile> {
     Ok(LinkProfile { scope: LinkScope::Host, kind: kind.to_owned(), link: Link::measured(by_size) })
 }
 
-/// Between two processes, by TCP on the loopback interface.
-pub fn processes() -> Result<LinkProfile> {
-    let here = Path::new("127.0.0.1");
-    let program = std::env::current_exe().map_err(CliError::at(here))?;
-    let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(CliError::at(here))?;
-    let other = TcpListener::bind(("127.0.0.1", 0)).map_err(CliError::at(here))?;
-    let addresses = [&listener, &other].map(TcpListener::local_addr);
-    let [Ok(own), Ok(theirs)] = addresses else {
-        return Err(CliError::said("127.0.0.1: a listener has no address", "look at the loopback interface"));
-    };
-    // The port is the other's from here on.
-    drop(other);
-    let mut child = Command::new(&program)
-        .args(["echo", &own.to_string(), &theirs.to_string()])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .spawn()
-        .map_err(CliError::at(&program))?;
-    let measured = measure(listener, own, theirs);
-    if measured.is_err() {
-        // It waits for messages that do not come.
-        let _ = child.kill();
+/// This process and another one like it, joined by TCP on the loopback interface.
+pub struct Pair {
+    fabric: Arc<Fabric>,
+    other: Child,
+    /// How often something was asked of the other.
+    asked: u128,
+}
+
+impl Pair {
+    pub fn start() -> Result<Pair> {
+        let here = Path::new("127.0.0.1");
+        let program = std::env::current_exe().map_err(CliError::at(here))?;
+        let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(CliError::at(here))?;
+        let other = TcpListener::bind(("127.0.0.1", 0)).map_err(CliError::at(here))?;
+        let addresses = [&listener, &other].map(TcpListener::local_addr);
+        let [Ok(own), Ok(theirs)] = addresses else {
+            let what = "127.0.0.1: a listener has no address";
+            return Err(CliError::said(what, "look at the loopback interface"));
+        };
+        // The port is the other's from here on.
+        drop(other);
+        let mut other = Command::new(&program)
+            .args(["echo", &own.to_string(), &theirs.to_string()])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .map_err(CliError::at(&program))?;
+        match join(0, listener, vec![own, theirs]) {
+            Ok(fabric) => Ok(Pair { fabric, other, asked: 0 }),
+            Err(error) => {
+                end(&mut other);
+                Err(error)
+            }
+        }
     }
-    child.wait().map_err(CliError::at(&program))?;
-    Ok(LinkProfile {
-        scope: LinkScope::Process,
-        kind: "TCP, loopback".into(),
-        link: Link::measured(measured?),
-    })
+
+    /// Messages to the other and back.
+    pub fn link(&mut self) -> Result<LinkProfile> {
+        let mut by_size = Vec::new();
+        for (size, tags) in exchanges() {
+            let mut message = vec![1u8; size];
+            let mut seconds = Vec::new();
+            for tag in tags {
+                let started = Instant::now();
+                self.fabric.send(1, tag, &message)?;
+                self.fabric.receive(1, tag, &mut message)?;
+                seconds.push(started.elapsed().as_secs_f64() / 2.0);
+            }
+            by_size.push((size as u64, size as f64 / median(&mut seconds)));
+        }
+        let (scope, kind) = (LinkScope::Process, "TCP, loopback".to_owned());
+        Ok(LinkProfile { scope, kind, link: Link::measured(by_size) })
+    }
+
+    /// The two add up numbers so many times, as steps do. Returns the bytes that both have sent and received.
+    pub fn add_up(&mut self, rounds: u64) -> Result<u64> {
+        self.fabric.send(1, asking(self.asked), &rounds.to_le_bytes())?;
+        add_up(&self.fabric, rounds, self.asked)?;
+        self.asked += 1;
+        Ok(2 * 2 * rounds * (SUMMED * size_of::<f32>()) as u64)
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        end(&mut self.other);
+    }
+}
+
+/// It waits for messages that do not come.
+fn end(other: &mut Child) {
+    let _ = other.kill();
+    let _ = other.wait();
 }
 
 fn join(rank: usize, listener: TcpListener, addresses: Vec<SocketAddr>) -> Result<Arc<Fabric>> {
@@ -87,21 +135,26 @@ fn join(rank: usize, listener: TcpListener, addresses: Vec<SocketAddr>) -> Resul
     Ok(connect(endpoint, &Settings::default())?)
 }
 
-fn measure(listener: TcpListener, own: SocketAddr, theirs: SocketAddr) -> Result<Vec<(u64, f64)>> {
-    let fabric = join(0, listener, vec![own, theirs])?;
-    let mut by_size = Vec::new();
-    for (size, tags) in exchanges() {
-        let mut message = vec![1u8; size];
-        let mut seconds = Vec::new();
-        for tag in tags {
-            let started = Instant::now();
-            fabric.send(1, tag, &message)?;
-            fabric.receive(1, tag, &mut message)?;
-            seconds.push(started.elapsed().as_secs_f64() / 2.0);
-        }
-        by_size.push((size as u64, size as f64 / median(&mut seconds)));
+/// Adds up numbers over the two, copied to and from the messages as gradients are. They lie one after the other in more memory
+/// than caches have, as those of layers do.
+fn add_up(fabric: &Fabric, rounds: u64, asked: u128) -> Result {
+    let (mut gradients, mut messages) =
+        (vec![1f32; SUMMED * SUMMED_APART], vec![1f32; SUMMED * SUMMED_APART]);
+    for round in 0..rounds {
+        let place = round as usize % SUMMED_APART * SUMMED;
+        let (gradient, message) =
+            (&mut gradients[place..place + SUMMED], &mut messages[place..place + SUMMED]);
+        message.copy_from_slice(gradient);
+        let tag = Tag(asking(asked).0 + 1 + u128::from(round));
+        collective::all_reduce(fabric, &[0, 1], message, collective::Wire::F32, tag)?;
+        gradient.copy_from_slice(message);
     }
-    Ok(by_size)
+    Ok(())
+}
+
+/// What a question to the other is known by; its sums' tags follow.
+fn asking(asked: u128) -> Tag {
+    Tag((1 + asked) << 64)
 }
 
 /// What the two send each other: sizes, and each round's tag.
@@ -129,6 +182,12 @@ pub fn echo(options: EchoOptions) -> Result {
             fabric.receive(0, tag, &mut message)?;
             fabric.send(0, tag, &message)?;
         }
+    }
+    // Until the one that measures has gone, and ends this.
+    for asked in 0.. {
+        let mut rounds = [0; 8];
+        fabric.receive(0, asking(asked), &mut rounds)?;
+        add_up(&fabric, u64::from_le_bytes(rounds), asked)?;
     }
     Ok(())
 }

@@ -1,0 +1,102 @@
+//! What messages take of those who compute. A GPU's messages are handled by its host; a processor copies, adds and sends them by
+//! the cores that compute, so whatever it computes meanwhile lasts longer.
+
+use std::collections::HashMap;
+
+/// By device, where any of them handles messages itself.
+pub(crate) struct Handling {
+    seconds_per_byte: Vec<f64>,
+    computing: Vec<Computing>,
+    /// What was taken of computing that was under way: the next instruction that computes lasts longer by so much.
+    owed_seconds: Vec<f64>,
+    /// When each movement began, and for how long its devices had computed by then.
+    begun: HashMap<usize, (f64, Vec<f64>)>,
+}
+
+/// For how long a device has computed.
+#[derive(Clone, Copy, Default)]
+struct Computing {
+    seconds: f64,
+    since: Option<f64>,
+}
+
+impl Computing {
+    fn seconds(self, now: f64) -> f64 {
+        self.seconds + self.since.map_or(0.0, |since| now - since)
+    }
+}
+
+impl Handling {
+    /// None where nobody does.
+    pub(crate) fn new(seconds_per_byte: Vec<f64>) -> Option<Handling> {
+        let devices = seconds_per_byte.len();
+        seconds_per_byte.iter().any(|seconds| *seconds > 0.0).then(|| Handling {
+            seconds_per_byte,
+            computing: vec![Computing::default(); devices],
+            owed_seconds: vec![0.0; devices],
+            begun: HashMap::new(),
+        })
+    }
+
+    /// A device begins to compute something; returns by how much longer that lasts.
+    pub(crate) fn compute(&mut self, device: usize, now: f64) -> f64 {
+        self.computing[device].since = Some(now);
+        std::mem::take(&mut self.owed_seconds[device])
+    }
+
+    pub(crate) fn computed(&mut self, device: usize, now: f64) {
+        let computing = &mut self.computing[device];
+        *computing = Computing { seconds: computing.seconds(now), since: None };
+    }
+
+    pub(crate) fn begin(&mut self, movement: usize, devices: impl Iterator<Item = usize>, now: f64) {
+        let computed = devices.map(|device| self.computing[device].seconds(now)).collect();
+        self.begun.insert(movement, (now, computed));
+    }
+
+    /// A movement ends over which each of the same devices has sent and received so many bytes. They were handled all the time
+    /// that it took; what of it fell where a device computed is taken of that.
+    pub(crate) fn end(
+        &mut self,
+        movement: usize,
+        devices: impl Iterator<Item = usize>,
+        bytes: f64,
+        now: f64,
+    ) {
+        let Some((began, computed)) = self.begun.remove(&movement) else { return };
+        let lasted = now - began;
+        if lasted <= 0.0 {
+            return;
+        }
+        for (device, before) in devices.zip(computed) {
+            let share = (self.computing[device].seconds(now) - before) / lasted;
+            self.owed_seconds[device] += share * bytes * self.seconds_per_byte[device];
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_handled_while_a_device_computes_makes_it_slower_and_the_rest_does_not() {
+        assert!(Handling::new(vec![0.0; 3]).is_none());
+        let mut handling = Handling::new(vec![0.01, 0.0]).unwrap();
+        assert_eq!(handling.compute(0, 1.0), 0.0);
+        handling.begin(7, [0, 1].into_iter(), 2.0);
+        // The first computes for half of the movement's time.
+        handling.computed(0, 4.0);
+        handling.end(7, [0, 1].into_iter(), 100.0, 6.0);
+        assert_eq!(handling.compute(1, 6.0), 0.0);
+        assert!((handling.compute(0, 6.0) - 0.5).abs() < 1e-12);
+        // Once.
+        handling.computed(0, 7.0);
+        assert_eq!(handling.compute(0, 7.0), 0.0);
+        handling.computed(0, 8.0);
+        // One that waits handles in its own time.
+        handling.begin(8, [0].into_iter(), 8.0);
+        handling.end(8, [0].into_iter(), 100.0, 9.0);
+        assert_eq!(handling.compute(0, 9.0), 0.0);
+    }
+}
