@@ -1,7 +1,8 @@
-//! Predicted steps beside measured ones: plans of every shape on fleets of one to eight played devices, in the lab.
+//! Predicted steps beside measured ones, in the lab: plans of every shape on fleets of one to eight played devices, and on two
+//! real workers of this machine.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::{cargo, root};
@@ -63,41 +64,102 @@ pub fn number(text: &str, key: &str) -> Option<f64> {
     rest.split([',', '}']).next()?.parse().ok()
 }
 
-pub fn bench() -> Result<(), String> {
+/// A folder with a job; what an earlier time left there would be resumed.
+fn folder(name: &str, job: &str) -> Result<PathBuf, String> {
     cargo(&["build", "--release", "--package", "shoal"])?;
-    let folder = root().join("target/lab");
-    let said = |error: std::io::Error| format!("{}: {error}", folder.display());
-    // What an earlier time left would be resumed.
+    let folder = root().join("target").join(name);
     let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(folder.join("model")).map_err(said)?;
-    fs::write(folder.join("model/config.json"), CONFIG).map_err(said)?;
-    fs::write(folder.join("job.toml"), JOB).map_err(said)?;
+    fs::create_dir_all(folder.join("model")).map_err(said(&folder))?;
+    fs::write(folder.join("model/config.json"), CONFIG).map_err(said(&folder))?;
+    fs::write(folder.join("job.toml"), job).map_err(said(&folder))?;
     let text: String =
         (0..4000).map(|line| format!("{line}: the tide and the {} boats\n", line * 7)).collect();
-    fs::write(folder.join("corpus.txt"), text).map_err(said)?;
+    fs::write(folder.join("corpus.txt"), text).map_err(said(&folder))?;
+    Ok(folder)
+}
+
+fn said(folder: &Path) -> impl Fn(std::io::Error) -> String {
+    move |error| format!("{}: {error}", folder.display())
+}
+
+fn print_head() {
     println!(
-        "{:<12} {:<10} {:>7} {:>12} {:>12} {:>8}  memory",
+        "{:<12} {:<13} {:>7} {:>12} {:>12} {:>8}  memory",
         "fleet", "shape", "devices", "predicted", "measured", "off"
     );
+}
+
+fn print_mean(off: &[f64]) {
+    let mean = off.iter().map(|off| off.abs()).sum::<f64>() / off.len() as f64;
+    println!("{} plans, off by {:.1} % on average", off.len(), 100.0 * mean);
+}
+
+pub fn bench() -> Result<(), String> {
+    let folder = folder("lab", JOB)?;
+    print_head();
     let mut off = Vec::new();
     for row in &FLEETS {
         let (name, .., batch, shapes) = row;
-        fs::write(folder.join("fleet.toml"), fleet(row)).map_err(said)?;
+        fs::write(folder.join("fleet.toml"), fleet(row)).map_err(said(&folder))?;
         for shape in *shapes {
-            off.push(one(&folder, name, *batch, shape)?);
+            let batch = format!("train.global_batch={batch}");
+            off.push(one(&folder, name, shape, &["--paced", "--set", &batch])?);
         }
     }
-    let mean = off.iter().map(|off: &f64| off.abs()).sum::<f64>() / off.len() as f64;
-    println!("{} plans, off by {:.1} % on average", off.len(), 100.0 * mean);
+    print_mean(&off);
     Ok(())
 }
 
-fn one(folder: &Path, name: &str, batch: usize, shape: &str) -> Result<f64, String> {
-    let run = format!("checkpoint.to=runs/{}-{shape}", name.replace(' ', "-"));
-    let batch = format!("train.global_batch={batch}");
+const WORKERS_FLEET: &str = r#"[[node]]
+name = "worker"
+count = 2
+devices = [{ kind = "CPU", memory = "4 GiB" }]
+host_memory = "4 GiB"
+network = "10 Gbit/s"
+"#;
+
+const WORKERS_JOB: &str = r#"name = "workers"
+[model]
+preset = "gpt2-mini"
+[data]
+train = "corpus.txt"
+sequence = 64
+[train]
+global_batch = 8
+steps = 40
+[checkpoint]
+every = "1000 steps"
+"#;
+
+/// Two real workers, each with half of the cores, by a profile that is measured first.
+pub fn workers() -> Result<(), String> {
+    let folder = folder("workers", WORKERS_JOB)?;
+    fs::write(folder.join("fleet.toml"), WORKERS_FLEET).map_err(said(&folder))?;
+    let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get() / 2).max(1).to_string();
+    let mut profile = Command::new(root().join("target/release/shoal"));
+    profile.args(["profile", "gpt2-mini", "--sequence", "64", "--device", "cpu", "--samples", "1,2,4,8"]);
+    let status = profile.args(["--threads", &threads]).current_dir(&folder).status();
+    if !status.is_ok_and(|status| status.success()) {
+        return Err("shoal profile failed".to_owned());
+    }
+    print_head();
+    let mut off = Vec::new();
+    for (name, links) in [("10 Gbit/s", None), ("unshaped", Some("--unshaped"))] {
+        for shape in ["pipeline", "data-parallel", "sharded"] {
+            let usual = ["--plain", "--profile", "profile.json"];
+            let arguments: Vec<&str> = usual.into_iter().chain(links).collect();
+            off.push(one(&folder, name, shape, &arguments)?);
+        }
+    }
+    print_mean(&off);
+    Ok(())
+}
+
+fn one(folder: &Path, name: &str, shape: &str, arguments: &[&str]) -> Result<f64, String> {
+    let run = format!("checkpoint.to=runs/{}-{shape}", name.replace([' ', '/'], "-"));
     let output = Command::new(root().join("target/release/shoal"))
-        .args(["lab", "fleet.toml", "job.toml", "--paced", "--json", "--shape", shape, "--survive", "0"])
-        .args(["--set", &run, "--set", &batch])
+        .args(["lab", "fleet.toml", "job.toml", "--json", "--shape", shape, "--survive", "0", "--set", &run])
+        .args(arguments)
         .current_dir(folder)
         .output()
         .map_err(|error| format!("shoal lab: {error}"))?;
@@ -115,7 +177,7 @@ fn one(folder: &Path, name: &str, batch: usize, shape: &str) -> Result<f64, Stri
     let (counted, forecast) = (bytes("counted_bytes"), bytes("predicted_bytes"));
     let within = counted.iter().zip(&forecast).all(|(counted, forecast)| counted <= forecast);
     println!(
-        "{name:<12} {shape:<10} {:>7} {:>9.1} ms {:>9.1} ms {:>+6.1} %  {}",
+        "{name:<12} {shape:<13} {:>7} {:>9.1} ms {:>9.1} ms {:>+6.1} %  {}",
         counted.len(),
         1e3 * predicted,
         1e3 * measured,

@@ -18,6 +18,8 @@ cargo xtask bench plan   how long planning and simulating take, and how they gro
 cargo xtask bench checkpoint
                          what saving every ten steps costs a run of gpt2-124m's shape; two quiet cores
 cargo xtask bench lab    predicted steps beside measured ones, on fleets of played devices; two quiet cores
+cargo xtask bench workers
+                         the same on two real workers with half of the cores each, by a profile measured first
 cargo xtask bench trace FILE [--from SECONDS] [--seconds SECONDS]
                          a run on 32 played machines that come and go as a spot trace says, twenty times faster,
                          beside the simulator; two quiet cores
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
             cargo(&["run", "--release", "--package", "shoal-engine", "--example", "checkpoint_overhead"])
         }
         ["bench", "lab"] => lab::bench(),
+        ["bench", "workers"] => lab::workers(),
         ["bench", "trace", file, ref more @ ..] => living::trace(file, more),
         ["bench", "slow"] => living::slow(),
         ["bench", "namespaces"] => namespaces::bench(),

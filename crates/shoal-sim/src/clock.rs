@@ -595,10 +595,9 @@ impl<'a> Clock<'a> {
         }
     }
 
-    fn end_handling(&mut self, what: What) {
-        if self.handling.is_none() {
-            return;
-        }
+    /// Returns when something is over whose bytes have passed, if their handling takes longer.
+    fn end_handling(&mut self, what: What) -> Option<f64> {
+        self.handling.as_ref()?;
         let now = self.now;
         match what {
             What::Instruction(program, place) => {
@@ -608,12 +607,11 @@ impl<'a> Clock<'a> {
                 if let Some(handling) = self.handling.as_mut().filter(|_| computes) {
                     handling.computed(device, now);
                 }
+                None
             }
             What::Meeting(meeting) => {
                 let (devices, bytes) = (self.devices_of(meeting), self.work(what).handled_bytes);
-                if let Some(handling) = &mut self.handling {
-                    handling.end(meeting, devices.into_iter(), bytes, now);
-                }
+                self.handling.as_mut()?.end(meeting, devices.into_iter(), bytes, now)
             }
         }
     }
@@ -648,7 +646,9 @@ impl<'a> Clock<'a> {
     }
 
     fn finish(&mut self, what: What, told: &mut Told<'_, 'a>) {
-        self.end_handling(what);
+        if let Some(over) = self.end_handling(what) {
+            return self.events.push(over, Event::Finished { what });
+        }
         let alone = match what {
             What::Instruction(program, place) => [(program, place)],
             What::Meeting(_) => [(0, 0)],

@@ -1,5 +1,6 @@
 //! What messages take of those who compute. A GPU's messages are handled by its host; a processor copies, adds and sends them by
-//! the cores that compute, so whatever it computes meanwhile lasts longer.
+//! the cores that compute. Whatever it computes meanwhile lasts longer, and so may the messages: who handles them and who computes
+//! have the core in turns.
 
 use std::collections::HashMap;
 
@@ -54,24 +55,29 @@ impl Handling {
         self.begun.insert(movement, (now, computed));
     }
 
-    /// A movement ends over which each of the same devices has sent and received so many bytes. They were handled all the time
-    /// that it took; what of it fell where a device computed is taken of that.
+    /// The last byte of a movement has passed, of which each of the same devices has sent and received so many. They were handled
+    /// all the time that it took; what of it fell where a device computed is taken of that. Returns when the movement is over,
+    /// if handling takes longer than its bytes did; it is asked once.
     pub(crate) fn end(
         &mut self,
         movement: usize,
         devices: impl Iterator<Item = usize>,
         bytes: f64,
         now: f64,
-    ) {
-        let Some((began, computed)) = self.begun.remove(&movement) else { return };
+    ) -> Option<f64> {
+        let (began, computed) = self.begun.remove(&movement)?;
         let lasted = now - began;
         if lasted <= 0.0 {
-            return;
+            return None;
         }
+        let mut over = now;
         for (device, before) in devices.zip(computed) {
             let share = (self.computing[device].seconds(now) - before) / lasted;
-            self.owed_seconds[device] += share * bytes * self.seconds_per_byte[device];
+            let handling = bytes * self.seconds_per_byte[device];
+            self.owed_seconds[device] += share * handling;
+            over = over.max(began + (1.0 + share) * handling);
         }
+        (over > now).then_some(over)
     }
 }
 
@@ -87,7 +93,7 @@ mod tests {
         handling.begin(7, [0, 1].into_iter(), 2.0);
         // The first computes for half of the movement's time.
         handling.computed(0, 4.0);
-        handling.end(7, [0, 1].into_iter(), 100.0, 6.0);
+        assert_eq!(handling.end(7, [0, 1].into_iter(), 100.0, 6.0), None);
         assert_eq!(handling.compute(1, 6.0), 0.0);
         assert!((handling.compute(0, 6.0) - 0.5).abs() < 1e-12);
         // Once.
@@ -96,7 +102,11 @@ mod tests {
         handling.computed(0, 8.0);
         // One that waits handles in its own time.
         handling.begin(8, [0].into_iter(), 8.0);
-        handling.end(8, [0].into_iter(), 100.0, 9.0);
+        assert_eq!(handling.end(8, [0].into_iter(), 100.0, 9.0), None);
         assert_eq!(handling.compute(0, 9.0), 0.0);
+        // Beside computing it has every second turn: three seconds of handling take six.
+        handling.begin(9, [0].into_iter(), 10.0);
+        assert_eq!(handling.end(9, [0].into_iter(), 300.0, 12.0), Some(16.0));
+        assert_eq!(handling.end(9, [0].into_iter(), 300.0, 16.0), None);
     }
 }

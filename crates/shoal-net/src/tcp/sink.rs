@@ -166,11 +166,15 @@ impl Sink {
             // Frames are lined up under the lock, so that they stand in the order of their times.
             let under_way = self.under_way.lock().expect("nobody panics with it");
             let turn = pacer.take(progress, payload.len(), last);
-            // What may arrive at once, with nothing before it, needs neither a copy nor the thread.
+            // What arrives soon, with nothing before it, needs neither a copy nor a thread to be woken: its sender would sleep
+            // until it has left anyway.
             let alone = under_way.is_some() && self.waiting.load(Ordering::Acquire) == 0;
-            if alone && !last && is_about_due(turn.arrives) {
-                self.slot.write(header, payload, go_on)?;
+            if alone && is_about_due(turn.arrives) {
                 drop(under_way);
+                if last {
+                    sleep_until(turn.arrives);
+                }
+                self.slot.write(header, payload, go_on)?;
                 turn.wait();
                 return Ok(());
             }

@@ -15,6 +15,8 @@ use shoal_fleet::{DeviceProfile, LayerProfile, Profile, TimeCurve, catalogue};
 use shoal_model::{Chain, Precision};
 use shoal_plan::{Op, PlanError};
 
+use links::{Over, Pair};
+
 use super::trial::{DeviceOptions, ModelOptions, Trial, TrialSettings, median};
 use crate::error::{CliError, Result};
 use crate::in_a_box::gpu::percent_here;
@@ -104,17 +106,16 @@ pub fn run(options: Options) -> Result {
     let kind = share
         .map_or_else(|| catalogue::name(device.kind()), |share| catalogue::share_name(share, device.kind()));
     let host = links::host(&*device.open(options.precision, false)?, &kind)?;
-    let mut pair = links::Pair::start()?;
-    let processes = pair.link()?;
+    let processes = Pair::start(Over::Loopback)?.link()?;
     // A GPU leaves messages to its host.
     let handling_seconds_per_byte = match &device.gpu {
         Some(_) => None,
         None => {
             let settings = settings(samples[0]);
+            let mut pair = Pair::start(Over::Network)?;
             handling::seconds_per_byte(&mut pair, 1 + neighbours, &model, &settings, &device)?
         }
     };
-    drop(pair);
     let links = vec![host, processes];
     for LinkProfile { scope, kind, link } in &links {
         let (rate, latency) = (link.bytes_per_second / 1e9, 1e6 * link.seconds_latency);

@@ -6,19 +6,19 @@ use std::time::{Duration, Instant};
 
 use shoal_model::Model;
 
-use super::super::trial::TrialSettings;
+use super::super::trial::{TrialSettings, median};
 use super::links::Pair;
 use super::neighbours::{Neighbours, among};
 use crate::assemble::LocalDevice;
 use crate::error::Result;
 
+/// How often it is measured; the median counts.
+const TIMES: usize = 5;
 /// Steps of each that are measured alone, and for how long at least.
-const STEPS: usize = 6;
-const LEAST: Duration = Duration::from_millis(800);
-/// Rounds by which it is seen how long one takes.
-const FIRST_ROUNDS: u64 = 4;
-/// Bounds what is added up beside very long steps.
-const ROUNDS_MAX: u64 = 5_000;
+const STEPS: usize = 3;
+const LEAST: Duration = Duration::from_millis(300);
+/// How often numbers are added up before it is looked whether that is enough: all of them, so that none is in a cache.
+const ROUNDS: u64 = 16;
 
 /// Seconds of computing that a byte takes which is sent or received, by so many who compute; none where it does not show.
 pub fn seconds_per_byte(
@@ -28,23 +28,31 @@ pub fn seconds_per_byte(
     settings: &TrialSettings,
     device: &LocalDevice,
 ) -> Result<Option<f64>> {
-    among(computing, model, settings, device, |others| measure(pair, computing, others))
+    among(computing, model, settings, device, |others| {
+        // The first steps of those who train are longer.
+        others.wait_for(2);
+        let mut all = Vec::new();
+        for _ in 0..TIMES {
+            all.extend(measure(pair, computing, others)?);
+        }
+        Ok((!all.is_empty()).then(|| median(&mut all)).filter(|seconds| *seconds > 0.0))
+    })
 }
 
+/// Alone, then beside; none where no step lies within either.
 fn measure(pair: &mut Pair, computing: usize, others: &Neighbours) -> Result<Option<f64>> {
-    // The first steps of those who train are longer, and so are the first sums.
-    others.wait_for(2);
     let began = Instant::now();
     others.wait_for(STEPS);
     std::thread::sleep(LEAST.saturating_sub(began.elapsed()));
-    let (alone, lasted) = (others.step_seconds(began, Instant::now()), began.elapsed());
-    let began = Instant::now();
-    pair.add_up(FIRST_ROUNDS)?;
-    let rounds = FIRST_ROUNDS as f64 * lasted.as_secs_f64() / began.elapsed().as_secs_f64();
-    let began = Instant::now();
-    let bytes = pair.add_up(((1.5 * rounds) as u64 + 1).min(ROUNDS_MAX))?;
+    let alone = others.step_seconds(began, Instant::now());
+    // As long as that, and half as long again, since steps are longer now.
+    let least = began.elapsed().mul_f64(1.5);
+    let (began, mut bytes) = (Instant::now(), 0);
+    while began.elapsed() < least {
+        bytes += pair.add_up(ROUNDS)?;
+    }
     let ended = Instant::now();
     let (Some(alone), Some(beside)) = (alone, others.step_seconds(began, ended)) else { return Ok(None) };
-    let lost = (1.0 - alone / beside).max(0.0) * (ended - began).as_secs_f64() * computing as f64;
-    Ok((lost > 0.0).then_some(lost / bytes as f64))
+    let lost = (1.0 - alone / beside) * (ended - began).as_secs_f64() * computing as f64;
+    Ok(Some(lost / bytes as f64))
 }

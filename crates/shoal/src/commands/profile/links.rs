@@ -5,12 +5,12 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use shoal_fleet::Link;
 use shoal_fleet::profile::{LinkProfile, LinkScope};
 use shoal_kernels::{CpuDevice, Device, Element, Tensor};
-use shoal_net::{Endpoint, Fabric, Security, Settings, Tag, collective, connect};
+use shoal_net::{Endpoint, Fabric, LinkShape, Security, Settings, Shape, Tag, collective, connect};
 
 use super::super::trial::median;
 use crate::error::{CliError, Result};
@@ -55,16 +55,28 @@ pub fn host(device: &dyn Device, kind: &str) -> Result<LinkProfile> {
     Ok(LinkProfile { scope: LinkScope::Host, kind: kind.to_owned(), link: Link::measured(by_size) })
 }
 
+/// What joins two processes, and what is measured over it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Over {
+    /// As fast as the machine is: how long messages take.
+    Loopback,
+    /// The usual network of fleets, played: what handling sums takes. Over a network they come a piece at a time, and whoever
+    /// waits for them is woken more often.
+    Network,
+}
+
+/// 10 Gbit/s.
+const USUAL_NETWORK: LinkShape = LinkShape { bytes_per_s: Some(1.25e9), latency: Duration::from_micros(50) };
+
 /// This process and another one like it, joined by TCP on the loopback interface.
 pub struct Pair {
     fabric: Arc<Fabric>,
     other: Child,
-    /// How often something was asked of the other.
-    asked: u128,
+    sums: Sums,
 }
 
 impl Pair {
-    pub fn start() -> Result<Pair> {
+    pub fn start(over: Over) -> Result<Pair> {
         let here = Path::new("127.0.0.1");
         let program = std::env::current_exe().map_err(CliError::at(here))?;
         let listener = TcpListener::bind(("127.0.0.1", 0)).map_err(CliError::at(here))?;
@@ -78,12 +90,13 @@ impl Pair {
         drop(other);
         let mut other = Command::new(&program)
             .args(["echo", &own.to_string(), &theirs.to_string()])
+            .args((over == Over::Network).then_some("--network"))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .spawn()
             .map_err(CliError::at(&program))?;
-        match join(0, listener, vec![own, theirs]) {
-            Ok(fabric) => Ok(Pair { fabric, other, asked: 0 }),
+        match join(0, listener, vec![own, theirs], over) {
+            Ok(fabric) => Ok(Pair { fabric, other, sums: Sums::new() }),
             Err(error) => {
                 end(&mut other);
                 Err(error)
@@ -111,9 +124,8 @@ impl Pair {
 
     /// The two add up numbers so many times, as steps do. Returns the bytes that both have sent and received.
     pub fn add_up(&mut self, rounds: u64) -> Result<u64> {
-        self.fabric.send(1, asking(self.asked), &rounds.to_le_bytes())?;
-        add_up(&self.fabric, rounds, self.asked)?;
-        self.asked += 1;
+        self.fabric.send(1, asking(self.sums.asked), &rounds.to_le_bytes())?;
+        self.sums.add_up(&self.fabric, rounds)?;
         Ok(2 * 2 * rounds * (SUMMED * size_of::<f32>()) as u64)
     }
 }
@@ -130,26 +142,40 @@ fn end(other: &mut Child) {
     let _ = other.wait();
 }
 
-fn join(rank: usize, listener: TcpListener, addresses: Vec<SocketAddr>) -> Result<Arc<Fabric>> {
+fn join(rank: usize, listener: TcpListener, addresses: Vec<SocketAddr>, over: Over) -> Result<Arc<Fabric>> {
     let endpoint = Endpoint { rank, listener, addresses, fabric: FABRIC, security: Security::Plain };
-    Ok(connect(endpoint, &Settings::default())?)
+    let shape = (over == Over::Network).then(|| Shape { other_links: USUAL_NETWORK, ..Shape::default() });
+    Ok(connect(endpoint, &Settings { shape, ..Settings::default() })?)
 }
 
-/// Adds up numbers over the two, copied to and from the messages as gradients are. They lie one after the other in more memory
+/// Numbers that the two add up, copied to and from the messages as gradients are. They lie one after the other in more memory
 /// than caches have, as those of layers do.
-fn add_up(fabric: &Fabric, rounds: u64, asked: u128) -> Result {
-    let (mut gradients, mut messages) =
-        (vec![1f32; SUMMED * SUMMED_APART], vec![1f32; SUMMED * SUMMED_APART]);
-    for round in 0..rounds {
-        let place = round as usize % SUMMED_APART * SUMMED;
-        let (gradient, message) =
-            (&mut gradients[place..place + SUMMED], &mut messages[place..place + SUMMED]);
-        message.copy_from_slice(gradient);
-        let tag = Tag(asking(asked).0 + 1 + u128::from(round));
-        collective::all_reduce(fabric, &[0, 1], message, collective::Wire::F32, tag)?;
-        gradient.copy_from_slice(message);
+struct Sums {
+    gradients: Vec<f32>,
+    messages: Vec<f32>,
+    /// How often something was asked of the other.
+    asked: u128,
+}
+
+impl Sums {
+    fn new() -> Sums {
+        let numbers = || vec![1f32; SUMMED * SUMMED_APART];
+        Sums { gradients: numbers(), messages: numbers(), asked: 0 }
     }
-    Ok(())
+
+    fn add_up(&mut self, fabric: &Fabric, rounds: u64) -> Result {
+        for round in 0..rounds {
+            let first = round as usize % SUMMED_APART * SUMMED;
+            let place = first..first + SUMMED;
+            let (gradient, message) = (&mut self.gradients[place.clone()], &mut self.messages[place]);
+            message.copy_from_slice(gradient);
+            let tag = Tag(asking(self.asked).0 + 1 + u128::from(round));
+            collective::all_reduce(fabric, &[0, 1], message, collective::Wire::F32, tag)?;
+            gradient.copy_from_slice(message);
+        }
+        self.asked += 1;
+        Ok(())
+    }
 }
 
 /// What a question to the other is known by; its sums' tags follow.
@@ -170,24 +196,30 @@ fn exchanges() -> impl Iterator<Item = (usize, impl Iterator<Item = Tag>)> {
 pub struct EchoOptions {
     measuring: SocketAddr,
     own: SocketAddr,
+    #[arg(long)]
+    network: bool,
 }
 
 pub fn echo(options: EchoOptions) -> Result {
-    let EchoOptions { measuring, own } = options;
+    let EchoOptions { measuring, own, network } = options;
+    let over = if network { Over::Network } else { Over::Loopback };
     let listener = TcpListener::bind(own).map_err(CliError::at(Path::new(&own.to_string())))?;
-    let fabric = join(1, listener, vec![measuring, own])?;
-    for (size, tags) in exchanges() {
-        let mut message = vec![0u8; size];
-        for tag in tags {
-            fabric.receive(0, tag, &mut message)?;
-            fabric.send(0, tag, &message)?;
+    let fabric = join(1, listener, vec![measuring, own], over)?;
+    if over == Over::Loopback {
+        for (size, tags) in exchanges() {
+            let mut message = vec![0u8; size];
+            for tag in tags {
+                fabric.receive(0, tag, &mut message)?;
+                fabric.send(0, tag, &message)?;
+            }
         }
+        return Ok(());
     }
     // Until the one that measures has gone, and ends this.
-    for asked in 0.. {
+    let mut sums = Sums::new();
+    loop {
         let mut rounds = [0; 8];
-        fabric.receive(0, asking(asked), &mut rounds)?;
-        add_up(&fabric, u64::from_le_bytes(rounds), asked)?;
+        fabric.receive(0, asking(sums.asked), &mut rounds)?;
+        sums.add_up(&fabric, u64::from_le_bytes(rounds))?;
     }
-    Ok(())
 }
