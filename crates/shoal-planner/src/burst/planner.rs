@@ -29,6 +29,22 @@ impl<'a> Planner<'a> {
         timeline::estimate(self.field.problem, &self.field.ways, decision)
     }
 
+    /// The same where gradients are added up when the backward has ended, none of it hidden, as DeepPool's runtime does.
+    pub fn estimate_with_sums_after(&self, decision: &Decision) -> Estimate {
+        let Field { problem, ways, .. } = &self.field;
+        let layers = decision.devices.iter().enumerate();
+        let sums: f64 =
+            layers.map(|(layer, devices)| timeline::reduction_seconds(problem, ways, layer, devices)).sum();
+        let hidden = self.estimate(decision);
+        let waited = sums - hidden.exposed_seconds;
+        Estimate {
+            step_seconds: hidden.step_seconds + waited,
+            device_seconds: hidden.device_seconds + waited * decision.devices[0].len() as f64,
+            exposed_seconds: sums,
+            ..hidden
+        }
+    }
+
     /// DeepPool's own rule.
     pub fn greedy(&self) -> &Decision {
         &self.greedy

@@ -218,6 +218,25 @@ struct Prepared {
     members: Vec<usize>,
 }
 
+/// Refuses a table whose step takes more of a device than the table gives it. Searched ones fit; others are anyone's.
+fn assert_fits(plan: &Plan, programs: &[Program], forecast: &[u64]) -> Result {
+    let short = |(program, needed): (&Program, &u64)| {
+        let device = &plan.devices[program.device];
+        let short = needed.checked_sub(device.budget_bytes).filter(|short| *short > 0)?;
+        Some((device, *needed, short))
+    };
+    let all = programs.iter().zip(forecast).filter(|(program, _)| !program.instructions.is_empty());
+    let Some((device, needed, short)) = all.filter_map(short).max_by_key(|(.., short)| *short) else {
+        return Ok(());
+    };
+    let (name, budget) = (&device.name, device.budget_bytes);
+    let what = format!("{name}: a step needs {needed} bytes, the table's budget is {budget}, {short} short");
+    Err(CliError::said(
+        what,
+        "raise the device's budget_bytes in the table, or leave --table out and have one searched",
+    ))
+}
+
 /// A processor like this one, as a profile names it, or any.
 fn is_processor_here(kind: &str) -> bool {
     kind == catalogue::CPU || kind == machine::processor()
@@ -239,8 +258,11 @@ impl Prepared {
         let programs = compile_paced(&plan, chain, Purpose::Train, &world)?;
         verify_all(&programs, &plan, chain, Purpose::Train)?;
         let predicted = simulate(&programs, &layout, &world, Settings::default())?.seconds;
-        let forecast =
-            programs.iter().map(|program| shoal_plan::memory::forecast_in(program, &layout).total());
+        let forecast: Vec<u64> = programs
+            .iter()
+            .map(|program| shoal_plan::memory::forecast_in(program, &layout).total())
+            .collect();
+        assert_fits(&plan, &programs, &forecast)?;
         let gpu_percent = |program: &Program| {
             let share = catalogue::share_of(&on.fleet.devices[program.device].kind);
             share.filter(|_| !options.paced).map(|(percent, _)| percent)
@@ -252,7 +274,6 @@ impl Prepared {
             (options.paced || !here).then(|| durations(program, &world))
         };
         let pace: Vec<Option<Vec<f64>>> = programs.iter().map(played).collect();
-        let forecast = forecast.collect();
         let members = layout.members().to_vec();
         let stretch = options.stretch.unwrap_or_else(|| stretch_of(&pace));
         Ok(Prepared { predicted, forecast, pace, gpu_percent, stretch, members, programs, plan, on })

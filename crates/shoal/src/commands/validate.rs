@@ -111,7 +111,7 @@ fn deeppool_report(folder: &std::path::Path) -> Result<(String, Value)> {
         said(error, hint)
     })?;
     let mut text = format!(
-        "DeepPool's profiles, {} samples a step: milliseconds a step, and the throughput of foreground and background over\ndata parallelism's, the foreground being no slower than it, than 1.05 times it, and than DeepPool's rule makes it\n  {:<28} {:>9} {:>9} {:>9} {:>12} {:>9} {:>8} {:>8} {:>8}\n",
+        "DeepPool's profiles, {} samples a step: milliseconds a step, and the throughput of foreground and background over\ndata parallelism's, the foreground being no slower than it, than 1.05 times it, and than DeepPool's rule makes it; at last the same over data\nparallelism as DeepPool runs it, whose sums come after the backward\n  {:<28} {:>9} {:>9} {:>9} {:>12} {:>9} {:>8} {:>8} {:>8} {:>10} {:>9}\n",
         report.assumptions.global_batch,
         "",
         "data par.",
@@ -121,14 +121,16 @@ fn deeppool_report(folder: &std::path::Path) -> Result<(String, Value)> {
         "no slower",
         "by 5 %",
         "its pace",
-        "at most"
+        "at most",
+        "sums after",
+        "no slower"
     );
     for model in &report.models {
         for case in &model.cases {
             let name = format!("{}, {:?} {}", model.model, case.network, case.devices);
             let ms = |outcome: &deeppool::Outcome| 1e3 * outcome.step_seconds;
             text += &format!(
-                "  {name:<28} {:>9.2} {:>9.2} {:>9.2} {:>12.2} {:>8.2}x {:>7.2}x {:>7.2}x {:>7.2}x\n",
+                "  {name:<28} {:>9.2} {:>9.2} {:>9.2} {:>12.2} {:>8.2}x {:>7.2}x {:>7.2}x {:>7.2}x {:>10.2} {:>8.2}x\n",
                 ms(&case.data_parallel),
                 ms(&case.greedy),
                 ms(&case.fastest),
@@ -136,7 +138,9 @@ fn deeppool_report(folder: &std::path::Path) -> Result<(String, Value)> {
                 case.shared.throughput_over_data_parallel,
                 case.shared_within_five_percent.throughput_over_data_parallel,
                 case.shared_at_greedy_pace.throughput_over_data_parallel,
-                case.throughput_ceiling
+                case.throughput_ceiling,
+                ms(&case.data_parallel_sums_after),
+                case.shared_at_published_pace.throughput_over_data_parallel
             );
         }
     }

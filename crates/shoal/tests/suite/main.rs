@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod any_table;
 mod convolutional;
 mod errors;
 mod fleet;

@@ -29,7 +29,7 @@ fn batches(expected: &SafeTensors) -> usize {
 /// As the losses were asked to agree.
 const TOLERANCE: f64 = 1e-4;
 
-fn golden(model: &str) -> PathBuf {
+pub fn golden(model: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../shoal-engine/tests/golden").join(model)
 }
 
@@ -40,7 +40,7 @@ fn integers(file: &SafeTensors, name: &str) -> Vec<i64> {
 
 /// The batches as rows. Where labels are the next tokens, a row has one token more than the sequence, which is
 /// only ever a label; else labels stand beside the tokens.
-fn rows(golden: &Path) -> Vec<u8> {
+pub fn rows(golden: &Path) -> Vec<u8> {
     let bytes = fs::read(golden.join("expected.safetensors")).unwrap();
     let expected = SafeTensors::deserialize(&bytes).unwrap();
     if expected.tensor("input").unwrap().dtype() == Dtype::F32 {
@@ -77,7 +77,7 @@ fn images(expected: &SafeTensors) -> Vec<u8> {
     safetensors::serialize(views, None).unwrap()
 }
 
-fn job(model: &str, reference: &Value) -> String {
+pub fn job(model: &str, reference: &Value) -> String {
     let samples = match ["vit", "vgg", "resnet", "inception"].contains(&model) {
         true => "mean = 0.0\nstd = 1.0".to_owned(),
         false => format!("sequence = {SEQUENCE}"),
