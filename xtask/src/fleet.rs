@@ -23,7 +23,7 @@ const STEPS_AGAIN_MAX: u64 = 2;
 /// One kill in so many is the controller's.
 const CONTROLLER_EVERY: u64 = 5;
 /// How long workers are frozen or cut off: longer than the controller's deadline.
-const LASTS_SECONDS: &str = "3";
+const LASTS_SECONDS: &str = "2";
 /// That deadline, by default, and what is allowed beyond it.
 const DEADLINE_MS: u64 = 900;
 const BEYOND_MS: u64 = 3_000;
@@ -80,6 +80,15 @@ impl Kind {
             Kind::Kill => "kill",
             Kind::Freeze => "freeze",
             Kind::Cut => "cut",
+        }
+    }
+
+    /// Steps that are left when the last fault begins. One that lasts is waited for, and the others go on training meanwhile: the
+    /// next may begin a good many steps later than it should.
+    fn steps_left(self) -> u64 {
+        match self {
+            Kind::Kill => 20,
+            Kind::Freeze | Kind::Cut => STEPS / 3,
         }
     }
 }
@@ -211,7 +220,7 @@ impl Course {
         let mut blows = Vec::new();
         for number in 0..count {
             // Spread over the run, each at any moment of what is under way then.
-            let step = (number + 1) * (STEPS - 20) / (count + 1);
+            let step = (number + 1) * (STEPS - kind.steps_left()) / (count + 1);
             fleet.until(WAIT_MAX.max(COURSE_MAX / 4), "a step", |job| job["step"].as_u64() >= Some(step))?;
             let of_controller = kind == Kind::Kill && random.below(CONTROLLER_EVERY) == 0;
             let blow = match of_controller {

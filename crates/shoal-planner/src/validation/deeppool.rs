@@ -149,7 +149,7 @@ pub struct Case {
     pub shared_within_five_percent: Outcome,
     /// The same of those no slower than the greedy rule: what DeepPool's own multiplexing is to be compared with.
     pub shared_at_greedy_pace: Outcome,
-    /// Data parallelism as DeepPool's runtime has it, which its paper's 1.2 to 2.4 times are over: sums come after the backward.
+    /// Data parallelism as DeepPool's own runtime has it: sums come after the backward.
     pub data_parallel_sums_after: Outcome,
     /// Of those no slower than that, the one that gets most done together with a background job, compared with that.
     pub shared_at_published_pace: Outcome,
