@@ -34,9 +34,9 @@ const GPU: &str = "cuda:0";
 
 /// Bytes the process takes beside what is counted: code, libraries, the tokenizer, and for each thread its stack and what
 /// the matrix products pack into, some of which the allocator keeps. Stated with every memory forecast. From tiny models to
-/// half a billion parameters 20 to 25 MiB were seen on one thread, 21 to 36 on two, 42 to 57 on eight.
+/// half a billion parameters 20 to 25 MiB were seen on one thread, 16 to 36 on two, 42 to 57 on eight.
 pub fn process_bytes(threads: usize) -> u64 {
-    (20 << 20) + threads as u64 * (4 << 20)
+    (16 << 20) + threads as u64 * (4 << 20)
 }
 
 /// Held-out tokens are masked alike in every run, so that held-out losses can be compared; by a seed that no
