@@ -152,7 +152,7 @@ pub struct Case {
     /// Data parallelism as DeepPool's own runtime has it: sums come after the backward.
     pub data_parallel_sums_after: Outcome,
     /// Of those no slower than that, the one that gets most done together with a background job, compared with that.
-    pub shared_at_published_pace: Outcome,
+    pub shared_with_sums_after: Outcome,
     /// What no sharing can pass: every device always at work, the foreground's part of it done at the best pace that any of
     /// its layers has at any number of samples. Background work is counted in devices that do nothing else, so that what
     /// data parallelism wastes of its devices is all there is to gain.
@@ -285,7 +285,7 @@ pub fn case(
         shared_within_five_percent: shared(paces[1])?,
         shared_at_greedy_pace: shared(paces[2])?,
         data_parallel_sums_after: Outcome::new(&sums_after, &single, &sums_after),
-        shared_at_published_pace: shared_over(sums_after.step_seconds, &sums_after)?,
+        shared_with_sums_after: shared_over(sums_after.step_seconds, &sums_after)?,
         throughput_ceiling: devices as f64 * plain.step_seconds
             / least_device_seconds(measured, global_batch),
     })

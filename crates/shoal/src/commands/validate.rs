@@ -140,7 +140,7 @@ fn deeppool_report(folder: &std::path::Path) -> Result<(String, Value)> {
                 case.shared_at_greedy_pace.throughput_over_data_parallel,
                 case.throughput_ceiling,
                 ms(&case.data_parallel_sums_after),
-                case.shared_at_published_pace.throughput_over_data_parallel
+                case.shared_with_sums_after.throughput_over_data_parallel
             );
         }
     }

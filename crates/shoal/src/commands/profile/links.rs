@@ -65,7 +65,7 @@ pub enum Over {
     Network,
 }
 
-/// 10 Gbit/s.
+/// 10 Gbit/s, and the latency that a fleet file has where it says none.
 const USUAL_NETWORK: LinkShape = LinkShape { bytes_per_s: Some(1.25e9), latency: Duration::from_micros(50) };
 
 /// This process and another one like it, joined by TCP on the loopback interface.
