@@ -343,7 +343,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
 
     fn list_backward(&mut self, unit: usize, layers: Range<usize>, is_remade: bool) {
         let device = self.units[unit].device;
-        for layer in layers.clone().rev() {
+        for layer in layers.rev() {
             let share = self.share(unit, layer);
             if !is_remade {
                 self.lists.remake(layer, share);
@@ -351,8 +351,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             self.lists.begin_backward(layer, share);
             let sends = self.lists.backward(layer, share);
             self.workers[device].sends.extend(sends.into_iter().map(|(place, _)| (place, false)));
-        }
-        for layer in layers.rev() {
+            // At once: what is added up over the network needs nothing of the layers before.
             self.finish_layer(device, layer);
         }
     }

@@ -5,9 +5,9 @@ use proptest::prelude::*;
 use shoal_model::{Chain, ModelConfig, presets};
 use shoal_plan::one_device::table;
 use shoal_plan::{
-    Activations, ComputeCopy, DeviceOffer, Held, Holder, Instruction, Op, Plan, PlanError, Preferences,
-    Program, ProgramError, Purpose, Residence, Samples, StepShape, compile, forecast, plan_one_device,
-    verify, verify_all,
+    Activations, ComputeCopy, DeviceOffer, Held, Holder, Instruction, Op, Order, Plan, PlanError,
+    Preferences, Program, ProgramError, Purpose, Residence, Samples, StepShape, compile, forecast,
+    plan_one_device, verify, verify_all,
 };
 
 fn offer(budget_bytes: u64) -> DeviceOffer {
@@ -214,6 +214,28 @@ fn only_sums_that_free_memory_are_waited_for_before_their_updates() {
             let backwards = program.instructions.iter().filter(|i| matches!(i.op, Op::Backward { .. }));
             let waiting = backwards.filter(|instruction| instruction.after.iter().any(is_sum)).count();
             assert_eq!(waiting > 0, halved, "{waiting}");
+        }
+    }
+}
+
+/// Whatever the order of work: a layer's gradients are added up while the layers before it still have their backwards to do.
+#[test]
+fn gradients_are_added_up_while_the_backward_goes_on() {
+    for order in [Order::LayerFirst, Order::MicroBatchFirst, Order::OneForwardOneBackward, Order::Varuna] {
+        let (chain, plan) = on_two_devices(false);
+        let plan = Plan { order, ..plan };
+        for program in compile(&plan, &chain, Purpose::Train).unwrap() {
+            let place = |wanted: &dyn Fn(&Op) -> bool| {
+                program.instructions.iter().position(|instruction| wanted(&instruction.op)).unwrap()
+            };
+            for block in 1..=4 {
+                let summed = place(&|op| *op == Op::Reduce { layer: block });
+                let before = place(&|op| matches!(op, Op::Backward { layer, .. } if *layer + 1 == block));
+                assert!(
+                    summed < before,
+                    "{order:?}: layer {block} at {summed}, the backward before at {before}"
+                );
+            }
         }
     }
 }

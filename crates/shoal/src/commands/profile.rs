@@ -17,7 +17,7 @@ use shoal_plan::{Op, PlanError};
 
 use links::{Over, Pair};
 
-use super::trial::{DeviceOptions, ModelOptions, Trial, TrialSettings, median};
+use super::trial::{DeviceOptions, ModelOptions, Trial, TrialSettings, median, typical};
 use crate::error::{CliError, Result};
 use crate::in_a_box::gpu::percent_here;
 use crate::job::bytes_text;
@@ -35,9 +35,10 @@ pub struct Options {
     precision: Precision,
     #[command(flatten)]
     on: DeviceOptions,
-    /// Steps measured for each number of samples; the median is written
-    #[arg(long, default_value_t = 5)]
-    rounds: usize,
+    /// Steps measured for each number of samples; the mean is written, without the quickest and the slowest tenth [default: 5 on
+    /// a GPU; as many as take a second and a half on a processor, at least 5]
+    #[arg(long)]
+    rounds: Option<usize>,
     /// Others that train beside it, as workers of a fleet on this machine do [default: as many as have room on the cores that
     /// --threads leaves]
     #[arg(long)]
@@ -53,8 +54,14 @@ pub struct Options {
 /// Steps before anything is measured: the device chooses algorithms, and learns to start instructions at once.
 const WARM_UP_STEPS: usize = 4;
 
+/// Steps that are measured where nothing else is said: so many, and on a processor, whose cores others interrupt, as many as take
+/// so long; a run's steps are interrupted too.
+const ROUNDS_LEAST: usize = 5;
+const ROUNDS_MOST: usize = 200;
+const PROCESSOR_SECONDS: f64 = 1.5;
+
 pub fn run(options: Options) -> Result {
-    if options.rounds == 0 || options.samples.is_empty() || options.samples.contains(&0) {
+    if options.rounds == Some(0) || options.samples.is_empty() || options.samples.contains(&0) {
         let what = "--rounds and each of --samples are at least 1".to_owned();
         return Err(CliError::said(what, "leave them out for the defaults"));
     }
@@ -79,6 +86,7 @@ pub fn run(options: Options) -> Result {
         eprintln!("note: measured while {neighbours} more like it compute on this machine, as in a fleet");
     }
     let mut measured = Measured::new(&chain);
+    let seconds_least = if device.gpu.is_none() { PROCESSOR_SECONDS } else { 0.0 };
     let settings = |samples: usize| TrialSettings {
         batch: samples,
         sequence,
@@ -88,8 +96,10 @@ pub fn run(options: Options) -> Result {
     };
     for samples in options.samples.iter().copied().collect::<BTreeSet<_>>() {
         let settings = settings(samples);
-        let measure =
-            |_: &_| measured.add(Trial::new(&model, &settings, &device, None)?, options.rounds, samples);
+        let measure = |_: &_| {
+            let trial = Trial::new(&model, &settings, &device, None)?;
+            measured.add(trial, options.rounds, seconds_least, samples)
+        };
         match neighbours::among(neighbours, &model, &settings, &device, measure) {
             Err(CliError::Engine(EngineError::Plan(PlanError::TooSmall { needed_bytes, .. }))) => {
                 eprintln!("note: {samples} samples need {}: not measured", bytes_text(needed_bytes));
@@ -167,9 +177,11 @@ impl Measured {
         }
     }
 
-    /// Adds one number of samples.
-    fn add(&mut self, mut trial: Trial, rounds: usize, samples: usize) -> Result {
-        trial.train(WARM_UP_STEPS)?;
+    /// Adds one number of samples, measured in so many steps, or in as many as take so long.
+    fn add(&mut self, mut trial: Trial, rounds: Option<usize>, seconds_least: f64, samples: usize) -> Result {
+        let warm_seconds = trial.train(WARM_UP_STEPS)?.0;
+        let enough = (seconds_least * WARM_UP_STEPS as f64 / warm_seconds).ceil() as usize;
+        let rounds = rounds.unwrap_or(enough.clamp(ROUNDS_LEAST, ROUNDS_MOST));
         let step_seconds = trial.train(rounds)?.0 / rounds as f64;
         // From here on the parts of a step are wanted.
         trial.executor.set_replay(Replay::Instruction);
@@ -192,7 +204,7 @@ impl Measured {
                 Part::Backward(layer) => &mut self.backward[layer],
                 Part::Update => &mut self.updates,
             };
-            all.push(median(&mut seconds));
+            all.push(typical(&mut seconds));
         }
         self.samples.push(samples);
         self.step_seconds.push(step_seconds);

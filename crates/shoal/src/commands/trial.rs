@@ -133,6 +133,15 @@ pub fn median(values: &mut [f64]) -> f64 {
     values[values.len() / 2]
 }
 
+/// The mean without the least and the greatest tenth. What is added up to a longer time counts by its mean, since it is more
+/// often much longer than usual than much shorter; what happens once in a while and not in every run does not count.
+pub fn typical(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let left_out = values.len().div_ceil(10).min((values.len() - 1) / 2);
+    let middle = &values[left_out..values.len() - left_out];
+    middle.iter().sum::<f64>() / middle.len() as f64
+}
+
 /// Random tokens; the target is the next one.
 struct RandomTokens {
     vocabulary: usize,
