@@ -105,6 +105,15 @@ impl Holder {
         }
     }
 
+    /// The same kind of memory, of another device or its host.
+    pub fn of(self, device: usize) -> Holder {
+        match self {
+            Holder::Device(_) => Holder::Device(device),
+            Holder::Host(_) => Holder::Host(device),
+            Holder::Disk(_) => Holder::Disk(device),
+        }
+    }
+
     pub fn tier(self) -> Tier {
         match self {
             Holder::Device(_) => Tier::Device,

@@ -17,7 +17,7 @@ use crate::mirrors::MirrorError;
 use crate::mixed::{MixedPlanned, PlayError};
 use crate::pipeline::{self, PipelineWanted};
 use crate::usual::{self, State};
-use crate::{burst, mirrors, mixed, sharded, spilled};
+use crate::{burst, improve, mirrors, mixed, sharded, spilled};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -58,6 +58,7 @@ impl Shape {
 }
 
 /// A table, played through.
+#[derive(Clone)]
 pub struct Candidate {
     pub shape: Shape,
     pub plan: Plan,
@@ -80,6 +81,8 @@ pub struct Found {
     pub best: Candidate,
     /// All shapes, the fastest first.
     pub tried: Vec<Tried>,
+    /// What a step of the best took before it was made better, where it was.
+    pub improved_from_seconds: Option<f64>,
     /// Machines that may be lost at once without taking state with them.
     pub survives: usize,
 }
@@ -123,12 +126,14 @@ pub struct Request<'a> {
     pub shapes: &'a [Shape],
     /// Machines that may be lost at once without taking any state with them: so many mirrors are planned with.
     pub survive: usize,
+    /// Instructions that may be played through to make the best plan better; about a million a second on one core.
+    pub improve_instructions: usize,
 }
 
 impl<'a> Request<'a> {
-    /// Every shape, without mirrors.
+    /// Every shape, without mirrors, the best as its search has it.
     pub fn new(chain: &'a Chain, step: StepShape, fleet: &'a Fleet, costs: &'a Costs) -> Request<'a> {
-        Request { chain, step, fleet, costs, shapes: &Shape::ALL, survive: 0 }
+        Request { chain, step, fleet, costs, shapes: &Shape::ALL, survive: 0, improve_instructions: 0 }
     }
 }
 
@@ -155,7 +160,16 @@ pub fn plan(request: &Request) -> Result<Found, AutoError> {
         seconds(a).total_cmp(&seconds(b))
     });
     match best {
-        Some(best) => Ok(Found { best, tried, survives: request.survive }),
+        Some(found) => {
+            let before = found.simulated.seconds;
+            // What people run who do not plan stays what they run.
+            let best = match Shape::USUAL.contains(&found.shape) {
+                true => found,
+                false => improve(found, request, request.improve_instructions),
+            };
+            let improved_from_seconds = Some(before).filter(|before| best.simulated.seconds < *before);
+            Ok(Found { best, tried, improved_from_seconds, survives: request.survive })
+        }
         None => Err(AutoError::Nothing { tried }),
     }
 }
@@ -466,7 +480,7 @@ fn play(shape: Shape, plan: Plan, request: &Request, within: f64) -> Result<Opti
 }
 
 /// Holds a table to the memory of a fleet's devices, hosts and disks; says what is short.
-fn hold(plan: &Plan, fleet: &Fleet, memory: &[MemoryForecast]) -> Result<(), String> {
+pub(crate) fn hold(plan: &Plan, fleet: &Fleet, memory: &[MemoryForecast]) -> Result<(), String> {
     for (row, memory) in plan.devices.iter().zip(memory) {
         if memory.total() > row.budget_bytes {
             return Err(format!("{} would need {} bytes of {}", row.name, memory.total(), row.budget_bytes));

@@ -7,6 +7,7 @@
 //! - [`spilled`]: state on hosts and disks, layers streamed through a device; several models on a pool.
 //! - [`burst`]: to each layer the number of devices that suits it.
 //! - [`auto`]: the best of all shapes.
+//! - [`improve()`]: a plan of any shape made better step by step.
 //! - [`breakdown`]: where each device's part of a step goes.
 //! - [`replan`]: a plan anew for a fleet that has changed, and what the change costs.
 //! - [`run`]: whole runs over a fleet that comes and goes.
@@ -17,6 +18,7 @@ pub mod auto;
 mod bound;
 pub mod breakdown;
 pub mod burst;
+mod improve;
 pub mod mirrors;
 pub mod mixed;
 pub mod pipeline;
@@ -27,8 +29,10 @@ pub mod spilled;
 pub mod usual;
 pub mod validation;
 
+pub use improve::improve;
 use shoal_fleet::Fleet;
-use shoal_plan::DeviceRow;
+use shoal_model::LayerKind;
+use shoal_plan::{Activations, DeviceRow};
 
 /// Bytes that a process takes of a GPU beside what is counted: the driver's context, the loaded kernels and libraries. On
 /// an H200, 550 to 590 MiB were seen from 13 to 30 GiB of training.
@@ -46,4 +50,10 @@ pub fn device_rows(fleet: &Fleet) -> Vec<DeviceRow> {
         stash: None,
     });
     rows.collect()
+}
+
+/// What becomes of a layer's activations where a device's are treated in one way. Unless all go layer by layer, a head's backward
+/// follows its forward at once: making it again would only cost.
+fn kept(kind: &LayerKind, activations: Activations) -> Activations {
+    if matches!(kind, LayerKind::Head(_)) { Activations::Keep } else { activations }
 }

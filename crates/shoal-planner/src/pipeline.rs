@@ -23,7 +23,7 @@ pub mod varuna;
 use std::ops::Range;
 
 use serde::Serialize;
-use shoal_model::{Chain, LayerKind};
+use shoal_model::Chain;
 use shoal_plan::one_device::StepShape;
 use shoal_plan::table::FORMAT;
 use shoal_plan::{
@@ -94,7 +94,7 @@ pub fn table(chain: &Chain, step: StepShape, mut devices: Vec<DeviceRow>, pipeli
             let stage = replica.stage(number)?;
             let activations = match pipeline.order {
                 Order::LayerFirst => stage.activations,
-                _ => kept(&layer.kind, stage.activations),
+                _ => crate::kept(&layer.kind, stage.activations),
             };
             Some(Compute { device: stage.device, micro_batches: micro_batches.clone(), activations })
         });
@@ -113,12 +113,6 @@ pub fn table(chain: &Chain, step: StepShape, mut devices: Vec<DeviceRow>, pipeli
         tensors: tensors.collect(),
         devices,
     }
-}
-
-/// What becomes of a layer's activations in a stage. Unless all go layer by layer, the head's backward follows its
-/// forward at once: making it again would only cost.
-fn kept(kind: &LayerKind, stage: Activations) -> Activations {
-    if matches!(kind, LayerKind::Head(_)) { Activations::Keep } else { stage }
 }
 
 fn tensor_row(chain: &Chain, pipeline: &Pipeline, tensor: usize) -> TensorRow {

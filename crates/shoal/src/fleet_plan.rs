@@ -31,7 +31,16 @@ pub struct FleetOptions {
     /// Machines that may be lost at once without taking state with them (the job's plan.survive); 0 keeps no mirrors
     #[arg(long, value_name = "MACHINES", requires = "fleet")]
     pub survive: Option<usize>,
+    /// How much is tried to make the best plan better: about so many seconds, and 0 leaves it as its search has it
+    #[arg(long, value_name = "SECONDS", requires = "fleet", default_value_t = EFFORT_DEFAULT)]
+    pub effort: f64,
 }
+
+pub const EFFORT_DEFAULT: f64 = 2.0;
+
+/// Instructions that are played through in a second of effort. Counted and not timed, so that a plan does not depend on what
+/// else a machine does.
+const INSTRUCTIONS_PER_SECOND: f64 = 4e6;
 
 /// Machines that may be lost at once, where neither job nor command says how many.
 pub const SURVIVE_DEFAULT: usize = 1;
@@ -95,11 +104,18 @@ impl FleetOptions {
         asked.map_or(Survive::UpTo(SURVIVE_DEFAULT), Survive::Exactly)
     }
 
-    /// The best plan.
+    /// The best plan, made better.
     pub fn search(&self, job: &Job, chain: &Chain, on: &OnFleet) -> Result<Found> {
-        self.search_surviving(job, chain, on, self.survive(job))
+        let shapes = shapes(self.shape.as_deref())?;
+        of_shapes(job, chain, on, &shapes, self.survive(job), self.improve_instructions())
+            .map_err(|error| CliError::said(error.to_string(), error.hint()))
     }
 
+    pub fn improve_instructions(&self) -> usize {
+        (self.effort.max(0.0) * INSTRUCTIONS_PER_SECOND) as usize
+    }
+
+    /// The best plan as searches have it: what a fleet that lives is planned with, where every moment counts.
     pub fn search_surviving(
         &self,
         job: &Job,
@@ -107,7 +123,7 @@ impl FleetOptions {
         on: &OnFleet,
         survive: Survive,
     ) -> Result<Found> {
-        of_shapes(job, chain, on, &shapes(self.shape.as_deref())?, survive)
+        of_shapes(job, chain, on, &shapes(self.shape.as_deref())?, survive, 0)
             .map_err(|error| CliError::said(error.to_string(), error.hint()))
     }
 }
@@ -130,8 +146,13 @@ pub fn of_shapes(
     on: &OnFleet,
     shapes: &[Shape],
     survive: Survive,
+    improve_instructions: usize,
 ) -> std::result::Result<Found, AutoError> {
-    let request = Request { shapes, ..Request::new(chain, step_shape(job), &on.fleet, &on.costs) };
+    let request = Request {
+        shapes,
+        improve_instructions,
+        ..Request::new(chain, step_shape(job), &on.fleet, &on.costs)
+    };
     match survive {
         Survive::Exactly(survive) => auto::plan(&Request { survive, ..request }),
         Survive::UpTo(survive) => auto::plan_surviving(&Request { survive, ..request }),

@@ -15,7 +15,7 @@ use shoal_plan::{Activations, DeviceRow, is_remade};
 
 use super::deal;
 use super::lineup::Lineup;
-use super::table::kept;
+use crate::kept;
 
 /// Bytes of a gradient sum's element, and of each of the optimizer's.
 const ELEMENT_BYTES: u64 = 4;

@@ -1,15 +1,16 @@
 //! From a pipeline of groups to its table.
 
 use shoal_fleet::Costs;
-use shoal_model::{Chain, LayerKind};
+use shoal_model::Chain;
 use shoal_plan::one_device::StepShape;
 use shoal_plan::table::FORMAT;
 use shoal_plan::{
-    Activations, Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Plan, Residence, Samples, TensorRow,
+    Compute, ComputeCopy, DeviceRow, Held, Holder, LayerRow, Plan, Residence, Samples, TensorRow,
 };
 
 use super::deal::deal;
 use super::{GroupStage, Mixed};
+use crate::kept;
 
 /// The table. The devices of a group hold its state in slices as large as their `rooms`, which are in any unit, by device.
 pub fn table(
@@ -50,11 +51,6 @@ pub fn table(
         tensors: tensors.collect(),
         layers,
     }
-}
-
-/// The head's backward follows its forward at once: making it again would only cost.
-pub(super) fn kept(kind: &LayerKind, stage: Activations) -> Activations {
-    if matches!(kind, LayerKind::Head(_)) { Activations::Keep } else { stage }
 }
 
 /// Copies where it is computed; the state in slices over all devices of those stages.

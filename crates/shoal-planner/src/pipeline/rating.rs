@@ -6,7 +6,8 @@ use super::candidate::{Candidate, Row};
 use super::outcome::Bottleneck;
 use super::search::Search;
 use super::stages::boundary;
-use super::{Pipeline, State, kept};
+use super::{Pipeline, State};
+use crate::kept;
 
 impl Search<'_> {
     /// The pipelines, what the reduction adds behind them, and the update.

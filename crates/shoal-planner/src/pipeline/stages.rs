@@ -12,7 +12,8 @@ use shoal_plan::memory::ENGINE_SCALARS;
 use shoal_plan::one_device::StepShape;
 use shoal_plan::{Activations, DeviceRow, Order, is_remade};
 
-use super::{State, kept};
+use super::State;
+use crate::kept;
 
 /// Devices that are alike to stages.
 #[derive(Clone, Debug, PartialEq)]

@@ -21,7 +21,7 @@ use super::train::stop_on_signals;
 use super::trial::median;
 use super::worker::trace_file;
 use crate::error::{CliError, Result};
-use crate::fleet_plan::{FleetOptions, OnFleet, read_table};
+use crate::fleet_plan::{EFFORT_DEFAULT, FleetOptions, OnFleet, read_table};
 use crate::in_a_box::assignment::{Assignment, Network, Report, name_of};
 use crate::in_a_box::gpu::{self, Mps, Share};
 use crate::in_a_box::pace::durations;
@@ -86,6 +86,9 @@ struct SearchOptions {
     /// Machines that may be lost at once without taking state with them (the job's plan.survive); 0 keeps no mirrors
     #[arg(long, value_name = "MACHINES")]
     survive: Option<usize>,
+    /// How much is tried to make the best plan better: about so many seconds, and 0 leaves it as its search has it
+    #[arg(long, value_name = "SECONDS", default_value_t = EFFORT_DEFAULT)]
+    effort: f64,
     /// A table that `shoal plan --table` wrote; without it the best is searched
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
@@ -93,12 +96,13 @@ struct SearchOptions {
 
 impl Options {
     fn on_fleet(&self) -> FleetOptions {
-        let SearchOptions { profile, shape, survive, .. } = &self.search;
+        let SearchOptions { profile, shape, survive, effort, .. } = &self.search;
         FleetOptions {
             fleet: Some(self.fleet.clone()),
             profile: profile.clone(),
             shape: shape.clone(),
             survive: *survive,
+            effort: *effort,
         }
     }
 }

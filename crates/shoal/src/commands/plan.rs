@@ -68,7 +68,8 @@ pub fn run(options: Options) -> Result {
 fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
     let on = options.on.read(job, chain)?;
     if options.compare {
-        let shapes = compare::shapes(job, chain, &on, options.on.survive(job));
+        let shapes =
+            compare::shapes(job, chain, &on, options.on.survive(job), options.on.improve_instructions());
         let best = compare::best(&shapes)?;
         write_files(options, chain, &on, &best.candidate.plan)?;
         match options.json {
@@ -77,7 +78,7 @@ fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
         }
         return Ok(());
     }
-    let Found { best, tried, survives } = options.on.search(job, chain, &on)?;
+    let Found { best, tried, improved_from_seconds, survives } = options.on.search(job, chain, &on)?;
     write_files(options, chain, &on, &best.plan)?;
     let breakdown = breakdown(&best.plan, chain, &on, &best.simulated)?;
     let described = Described {
@@ -96,6 +97,7 @@ fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
         let mut summary = described.json();
         summary["shape"] = json!(best.shape);
         summary["tried"] = json!(tried);
+        summary["improved_from_seconds"] = json!(improved_from_seconds);
         summary["survives"] = json!(survives);
         summary["runner_up"] =
             json!(runner_up.map(|(shape, seconds)| json!({ "shape": shape, "slower": slower(seconds) })));
@@ -124,6 +126,10 @@ fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
                 );
             }
         }
+    }
+    if let Some(before) = improved_from_seconds {
+        let now = best.simulated.seconds;
+        println!("improved: {} a step before, {} less now", time_text(before), percent(1.0 - now / before));
     }
     println!("{}", survival_text(survives, options.on.survive(job), on.fleet.nodes.len()));
     more::print(&more, &on);

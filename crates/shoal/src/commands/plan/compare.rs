@@ -23,14 +23,21 @@ pub struct Planned {
 pub type Row = (Shape, std::result::Result<Planned, String>);
 
 /// Every shape, and what is run where nobody plans.
-pub fn shapes(job: &Job, chain: &Chain, on: &OnFleet, survive: Survive) -> Vec<Row> {
+pub fn shapes(
+    job: &Job,
+    chain: &Chain,
+    on: &OnFleet,
+    survive: Survive,
+    improve_instructions: usize,
+) -> Vec<Row> {
     let of = |shape: Shape| {
-        let candidate = match of_shapes(job, chain, on, &[shape], survive).map_err(reason) {
-            Ok(found) => found.best,
-            // It is for one device: of a fleet, the one that it is fastest on.
-            Err(_) if shape == Shape::Spilled => on_one_device(job, chain, on, survive)?,
-            Err(refused) => return Err(refused),
-        };
+        let candidate =
+            match of_shapes(job, chain, on, &[shape], survive, improve_instructions).map_err(reason) {
+                Ok(found) => found.best,
+                // It is for one device: of a fleet, the one that it is fastest on.
+                Err(_) if shape == Shape::Spilled => on_one_device(job, chain, on, survive)?,
+                Err(refused) => return Err(refused),
+            };
         let breakdown =
             breakdown(&candidate.plan, chain, on, &candidate.simulated).map_err(|error| error.to_string())?;
         Ok(Planned { candidate, breakdown })
