@@ -19,8 +19,10 @@ use moves::{Changes, in_flight};
 /// Changes that are tried beside each other; the best of them is gone on with.
 const AT_ONCE: usize = 8;
 
-/// By how much slower than the plan in hand one may be that is gone on with, at the beginning; at the end not at all.
-const SLOWER_MOST: f64 = 0.003;
+/// By how much slower than the plan in hand one may be that is gone on with, at the beginning of so many rounds; at their end not
+/// at all. Then it begins again: who tries longer goes the same way, and further.
+const SLOWER_MOST: f64 = 0.006;
+const ROUNDS: usize = 100;
 
 /// After so many rounds in a row in which nothing better than the best was found the search goes on from the best again, with
 /// layers on other devices, which may be slower by so much at first: what suits them is found from there.
@@ -56,7 +58,7 @@ pub fn improve(candidate: Candidate, request: &Request, instructions: usize) -> 
         let tried: Vec<Plan> = (0..AT_ONCE).filter_map(propose).collect();
         let slower = match from_best {
             true => 1.0 + SLOWER_AT_FIRST,
-            false => 1.0 + SLOWER_MOST * (1.0 - round as f64 / rounds as f64),
+            false => 1.0 + SLOWER_MOST * (1.0 - (round % ROUNDS) as f64 / ROUNDS as f64),
         };
         let within = Within::quicker(slower * current.seconds(), slower * current.foreseen_seconds);
         let played = parallel::map_into(tried, |plan| Played::within(best.shape, plan, request, within));

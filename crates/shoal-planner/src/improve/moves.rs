@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use shoal_model::Chain;
 use shoal_plan::draw::Draw;
-use shoal_plan::{Activations, Compute, Op, Order, Plan, Program, Samples};
+use shoal_plan::{Activations, Compute, ComputeCopy, Op, Order, Plan, Program, Residence, Samples};
 
 use crate::kept;
 
@@ -53,7 +53,8 @@ impl<'a> Changes<'a> {
         match self.draw.below(100) {
             0..30 if is_pipelined => self.stash(plan, in_flight),
             0..70 if self.may_recut => self.pieces(plan),
-            70..85 => self.layer(plan),
+            70..80 => self.layer(plan),
+            80..85 if is_pipelined => self.share(plan),
             85..97 => self.activations(plan),
             97.. if is_pipelined => {
                 plan.order = self.draw.of(&[Order::OneForwardOneBackward, Order::Varuna, Order::Gpipe]);
@@ -123,31 +124,97 @@ impl<'a> Changes<'a> {
         // Each is given to who had its neighbour before.
         let before = plan.clone();
         for (layer, neighbour) in moved {
-            let Some(compute) = before.layers.get(neighbour).map(|row| &row.compute[..]) else { return };
-            if let [compute] = compute {
-                self.give(plan, layer, compute);
-            }
+            let Some(row) = before.layers.get(neighbour) else { return };
+            // All pieces, also of one that is shared.
+            let micro_batches = pieces(&row.compute);
+            let Compute { device, activations, .. } = *primary(&row.compute);
+            self.give(plan, layer, Compute { device, micro_batches, activations });
         }
     }
 
-    /// Gives a layer that one device has to another, if nobody else has anything of it.
-    fn give(&self, plan: &mut Plan, moved: usize, compute: &Compute) {
-        let [Compute { device: from, .. }] = plan.layers[moved].compute[..] else { return };
-        let own: Vec<usize> = self.chain.layers[moved].tensors.iter().map(|(_, tensor)| *tensor).collect();
-        let is_alone = |tensor: usize| {
-            let row = &plan.tensors[tensor];
-            self.chain.users(tensor).count() == 1
+    /// Where the device changes, some of a layer's pieces go to the other device, which fetches a copy to compute them with; they are
+    /// some from the middle, so that the copy has come by then and their gradients have gone before the step ends. Or back.
+    fn share(&mut self, plan: &mut Plan) {
+        let shared: Vec<usize> =
+            (0..plan.layers.len()).filter(|layer| plan.layers[*layer].compute.len() == 2).collect();
+        if !shared.is_empty() && self.draw.chance(30) {
+            let layer = self.draw.of(&shared);
+            self.unshare(plan, layer);
+            return;
+        }
+        let runs = runs(plan);
+        if runs.len() < 2 {
+            return;
+        }
+        let end = runs[self.draw.below(runs.len() - 1)].end;
+        let (layer, neighbour) = if self.draw.chance(50) { (end - 1, end) } else { (end, end - 1) };
+        let other = primary(&plan.layers[neighbour].compute).device;
+        let [compute] = &plan.layers[layer].compute[..] else { return };
+        let pieces = compute.micro_batches.len();
+        if pieces < 4 || compute.device == other || !self.is_alone(plan, layer, compute.device) {
+            return;
+        }
+        let count = 1 + self.draw.below(pieces / 2);
+        let first = 1 + self.draw.below(pieces - count - 1);
+        let compute = &mut plan.layers[layer].compute;
+        let given: Vec<Samples> = compute[0].micro_batches.drain(first..first + count).collect();
+        let activations = compute[0].activations;
+        compute.push(Compute { device: other, micro_batches: given, activations });
+        for (_, tensor) in &self.chain.layers[layer].tensors {
+            let copy = ComputeCopy { device: other, residence: Residence::Fetched };
+            plan.tensors[*tensor].compute_copies.push(copy);
+        }
+    }
+
+    /// The pieces of a shared layer go back to the one that holds it.
+    fn unshare(&self, plan: &mut Plan, layer: usize) {
+        let own: Vec<usize> = self.chain.layers[layer].tensors.iter().map(|(_, tensor)| *tensor).collect();
+        let Some(holder) = own.first().map(|tensor| plan.tensors[*tensor].optimizer[0].holder.device())
+        else {
+            return;
+        };
+        let compute = &mut plan.layers[layer].compute;
+        let is_fetched = |tensor: &usize| {
+            let row = &plan.tensors[*tensor];
+            let copies = &row.compute_copies;
+            self.chain.users(*tensor).count() == 1
+                && row.optimizer.len() == 1
+                && row.optimizer[0].holder.device() == holder
+                && copies.iter().all(|copy| copy.device == holder || copy.residence == Residence::Fetched)
+        };
+        if compute.iter().all(|compute| compute.device != holder) || !own.iter().all(is_fetched) {
+            return;
+        }
+        let all = pieces(compute);
+        compute.retain(|compute| compute.device == holder);
+        compute[0].micro_batches = all;
+        for tensor in own {
+            plan.tensors[tensor].compute_copies.retain(|copy| copy.device == holder);
+        }
+    }
+
+    /// Whether nobody but a device has anything of a layer's tensors.
+    fn is_alone(&self, plan: &Plan, layer: usize, device: usize) -> bool {
+        self.chain.layers[layer].tensors.iter().all(|(_, tensor)| {
+            let row = &plan.tensors[*tensor];
+            self.chain.users(*tensor).count() == 1
                 && row.compute_copies.len() == 1
                 && row.gradient.len() == 1
                 && row.gradient == row.optimizer
-                && row.gradient[0].holder.device() == from
-        };
-        if compute.device == from || !own.iter().all(|tensor| is_alone(*tensor)) {
+                && row.gradient[0].holder.device() == device
+        })
+    }
+
+    /// Gives a layer that one device has to another, if nobody else has anything of it.
+    fn give(&self, plan: &mut Plan, moved: usize, compute: Compute) {
+        let [Compute { device: from, .. }] = plan.layers[moved].compute[..] else { return };
+        let own: Vec<usize> = self.chain.layers[moved].tensors.iter().map(|(_, tensor)| *tensor).collect();
+        if compute.device == from || !self.is_alone(plan, moved, from) {
             return;
         }
         let device = compute.device;
         let activations = kept(&self.chain.layers[moved].kind, compute.activations);
-        plan.layers[moved].compute = vec![Compute { activations, ..compute.clone() }];
+        plan.layers[moved].compute = vec![Compute { activations, ..compute }];
         for tensor in own {
             let row = &mut plan.tensors[tensor];
             row.compute_copies[0].device = device;
@@ -172,13 +239,31 @@ impl<'a> Changes<'a> {
     }
 }
 
-/// Runs of layers that one device has, where each has its layers for itself; none where one is shared.
+/// A layer's pieces, whoever has them.
+fn pieces(compute: &[Compute]) -> Vec<Samples> {
+    let mut pieces: Vec<Samples> =
+        compute.iter().flat_map(|compute| compute.micro_batches.iter().copied()).collect();
+    pieces.sort_unstable();
+    pieces
+}
+
+/// The most of a layer.
+fn primary(compute: &[Compute]) -> &Compute {
+    let samples =
+        |compute: &&Compute| compute.micro_batches.iter().map(|samples| samples.count()).sum::<usize>();
+    compute.iter().max_by_key(samples).expect("every layer is computed")
+}
+
+/// Runs of layers of which one device has the most, where nobody shares more than single ones; none elsewhere.
 fn runs(plan: &Plan) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     for (layer, row) in plan.layers.iter().enumerate() {
-        let [Compute { device, .. }] = row.compute[..] else { return Vec::new() };
+        if row.compute.len() > 2 {
+            return Vec::new();
+        }
+        let device = primary(&row.compute).device;
         match runs.last_mut() {
-            Some(run) if plan.layers[run.start].compute[0].device == device => run.end = layer + 1,
+            Some(run) if primary(&plan.layers[run.start].compute).device == device => run.end = layer + 1,
             _ => runs.push(layer..layer + 1),
         }
     }
