@@ -6,20 +6,22 @@ mod common;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use common::{HOST_BYTES, RandomBatch, classes, fill};
 use shoal_engine::partners::partners;
-use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome, Tiers};
+use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome, Tiers, Traced};
 use shoal_kernels::{Arena, CpuDevice, CudaDevice, Device};
-use shoal_model::{Chain, Precision};
+use shoal_model::{Chain, Precision, presets};
 use shoal_net::{Fabric, Settings, in_process};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings};
 use shoal_plan::draw::{self, Draw};
 use shoal_plan::memory::{MemoryForecast, forecast_in};
 use shoal_plan::one_device::table;
 use shoal_plan::{
-    Activations, DeviceOffer, GradientWire, Holder, Layout, Plan, Program, Purpose, Residence, StepShape,
-    compile, verify_all,
+    Activations, DeviceOffer, DeviceRow, GradientWire, Holder, Instruction, Layout, Op, Order, Plan, Program,
+    Purpose, Residence, StepShape, compile, verify_all,
 };
 
 const STEPS: u64 = 12;
@@ -124,8 +126,22 @@ fn member(
     (Executor::with(tiers, Some(fabric), chain, layout.plan.sequence, state).unwrap(), predicted)
 }
 
+/// What is done with a device's executor before it trains, and after.
+type Around<'a> =
+    (&'a (dyn Fn(&Program, &mut Executor) + Sync), &'a (dyn Fn(&Program, &mut Executor) + Sync));
+
 /// The losses that each device of a table saw.
 fn together(plan: &Plan, chain: &Chain, disk: &std::path::Path, on: On) -> Vec<Vec<f64>> {
+    together_around(plan, chain, disk, on, (&|_, _| {}, &|_, _| {}))
+}
+
+fn together_around(
+    plan: &Plan,
+    chain: &Chain,
+    disk: &std::path::Path,
+    on: On,
+    (before, after): Around,
+) -> Vec<Vec<f64>> {
     let layout = Layout::new(plan, chain);
     let programs = compile(plan, chain, Purpose::Train).unwrap();
     verify_all(&programs, plan, chain, Purpose::Train).unwrap();
@@ -141,6 +157,7 @@ fn together(plan: &Plan, chain: &Chain, disk: &std::path::Path, on: On) -> Vec<V
                 let layout = &layout;
                 scope.spawn(move || {
                     let (mut executor, predicted) = member(layout, program, fabric, disk, on);
+                    before(program, &mut executor);
                     let losses = train(&mut executor, STEPS, |executor, input| {
                         executor.run_in(Some(layout), program, input)
                     });
@@ -152,6 +169,7 @@ fn together(plan: &Plan, chain: &Chain, disk: &std::path::Path, on: On) -> Vec<V
                         let (peak, total) = (executor.host().arena().peak(), predicted.host + own);
                         assert!(peak <= total, "host of device {}: {peak} bytes of {total}", program.device);
                     }
+                    after(program, &mut executor);
                     losses.unwrap()
                 })
             })
@@ -277,6 +295,72 @@ fn a_model_on_the_host_trains_as_one_on_a_gpu() {
             let off = (loss - expected).abs() / expected.abs();
             assert!(off <= tolerance, "{precision:?}: step {step}: {loss}, alone {expected}");
         }
+    }
+}
+
+/// Two stages of a model without tied tensors, a sample at a time.
+fn two_stages(samples: usize, leeway: usize) -> (Chain, Plan) {
+    let chain = Chain::new(&presets::llama(50, 16, 4, 4, 2, 24, 12, 1e4, false));
+    let shape = StepShape { global_batch: samples, sequence: 8, ..StepShape::ADAM };
+    let offer = DeviceOffer {
+        name: "first".into(),
+        budget_bytes: u64::MAX,
+        workspace_bytes: On::Processor.workspace_bytes(),
+        rows_enough: CpuDevice::ROWS_ENOUGH,
+    };
+    let mut plan = table(&chain, shape, &offer, 1, Activations::Keep, false);
+    plan.order = Order::OneForwardOneBackward;
+    plan.devices[0].leeway = leeway;
+    plan.devices.push(DeviceRow { name: "second".into(), ..plan.devices[0].clone() });
+    for (layer, row) in plan.layers.iter_mut().enumerate() {
+        row.compute[0].device = usize::from(layer > 2);
+    }
+    for (tensor, row) in plan.tensors.iter_mut().enumerate() {
+        let device = plan.layers[chain.users(tensor).next().unwrap()].compute[0].device;
+        row.compute_copies[0].device = device;
+        row.gradient
+            .iter_mut()
+            .chain(&mut row.optimizer)
+            .for_each(|held| held.holder = Holder::Device(device));
+    }
+    (chain, plan)
+}
+
+/// The second stage takes far longer than the first expects. While it waits for gradients the first computes forwards that
+/// stand further behind, within its memory; and every number is as if it had not.
+#[test]
+fn a_device_that_waits_computes_what_comes_later_and_nothing_else_changes() {
+    let disk = tempfile::tempdir().unwrap();
+    let train = |leeway: usize| {
+        let (chain, plan) = two_stages(8, leeway);
+        let ahead = AtomicUsize::new(0);
+        let before = |program: &Program, executor: &mut Executor| {
+            let lasts = |next: &Instruction| match next.op {
+                Op::Backward { .. } if program.device == 1 => Duration::from_millis(2),
+                _ => Duration::ZERO,
+            };
+            executor.set_pace(program.instructions.iter().map(lasts).collect());
+            executor.set_traces(program.device == 0);
+        };
+        let after = |program: &Program, executor: &mut Executor| {
+            let computes = |traced: &Traced| program.instructions[traced.id as usize].op.computes_layer();
+            let order: Vec<Traced> = executor.take_traced().into_iter().filter(computes).collect();
+            let overtakes = |pair: &&[Traced]| {
+                let [one, other] = [pair[0].id, pair[1].id].map(|id| program.instructions[id as usize].op);
+                matches!((one, other), (Op::Forward { .. }, Op::Backward { .. })) && pair[0].id > pair[1].id
+            };
+            ahead.fetch_add(order.windows(2).filter(overtakes).count(), Ordering::SeqCst);
+        };
+        let losses = together_around(&plan, &chain, disk.path(), On::Processor, (&before, &after));
+        (losses, ahead.into_inner())
+    };
+    let (in_order, none) = train(0);
+    assert_eq!(none, 0);
+    for leeway in [1, 3] {
+        let (losses, ahead) = train(leeway);
+        assert_eq!(losses, in_order);
+        // Gradients are late in every step.
+        assert!(ahead >= STEPS as usize, "{ahead} times a backward was overtaken");
     }
 }
 

@@ -102,6 +102,7 @@ fn device_row(device: usize, draw: &mut Draw) -> DeviceRow {
         budget_bytes: u64::MAX,
         workspace_bytes: 1 << 12,
         stash: draw.chance(25).then(|| 1 + draw.below(3)),
+        leeway: draw.of(&[0, 0, 1, 2, 5]),
     }
 }
 
@@ -355,5 +356,8 @@ pub fn features(plan: &Plan, chain: &Chain) -> BTreeSet<&'static str> {
     }
     let forks = (0..chain.layers.len()).any(|layer| layout.readers(layer).len() > 1);
     note(forks, "branches");
+    let is_pipelined = !layout.is_layered() && !forks && plan.global_batch > 1;
+    let has_leeway = computing.iter().any(|device| plan.devices[*device].leeway > 0);
+    note(is_pipelined && has_leeway, "computations before others that are late");
     found
 }

@@ -4,7 +4,8 @@
 //!
 //! Lanes work side by side, so an instruction that has started counts with all it takes until something shows that it
 //! has finished: one that comes after it, or the next on its lane. An instruction that may start ahead counts from
-//! there on. So the number holds for every course that a program's order allows.
+//! there on; of computations that may, all count with what they leave behind, and one with what it takes while it lasts. So
+//! the number holds for every course that a program's order allows.
 //!
 //! - [`Meter`]: what each instruction takes and releases.
 //! - `course`: which of them have certainly finished.
@@ -214,15 +215,13 @@ fn follow(
     for place in 0..instructions.len() {
         let is_computed = last_computing.is_some_and(|last| last < place);
         // They may start while the instruction before this place still runs.
-        for ahead in &early[place] {
-            course.live += phases[*ahead].peak as i64;
-        }
-        see(course.live, place.saturating_sub(1), is_computed);
+        early[place].iter().for_each(|ahead| course.may_start(*ahead));
+        see(course.live(), place.saturating_sub(1), is_computed);
         course.learn(place);
         if instructions[place].ahead == 0 {
-            course.live += phases[place].peak as i64;
+            course.start(place);
         }
-        see(course.live, place, is_computed);
+        see(course.live(), place, is_computed);
         if last_computing == Some(place) {
             course.over(place);
         }

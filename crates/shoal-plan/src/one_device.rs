@@ -199,6 +199,7 @@ pub fn table(
             budget_bytes: device.budget_bytes,
             workspace_bytes: device.workspace_bytes,
             stash: None,
+            leeway: 0,
         }],
         order: if layer_first { Order::LayerFirst } else { Order::MicroBatchFirst },
         layers: layers.collect(),

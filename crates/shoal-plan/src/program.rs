@@ -3,8 +3,9 @@
 //! result, bit for bit.
 //!
 //! Instructions start in the order of the list, each when what it comes `after` has finished and its lane is free;
-//! those with an `ahead` may start that many places earlier. Nothing else may deviate: so memory has a bound
-//! ([`crate::memory`]) and, since the lists of all devices come from one order of the whole step, nothing waits
+//! those with an `ahead` may start that many places earlier: movements as soon as they can, computations where the instruction
+//! whose turn it is has to wait (a forward before a backward whose gradient is late). Nothing else may deviate: so memory has
+//! a bound ([`crate::memory`]) and, since the lists of all devices come from one order of the whole step, nothing waits
 //! forever.
 //!
 //! Updates in host memory and on disks hold up nothing behind them ([`Op::line`]). Those that nothing in the list comes

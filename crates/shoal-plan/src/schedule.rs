@@ -95,6 +95,10 @@ impl Lists<'_> {
         self.layout.chain.layers.len()
     }
 
+    fn trains(&self) -> bool {
+        self.purpose == Purpose::Train
+    }
+
     /// What each device needs of its samples (inputs, targets, lengths), and the count of all targets.
     fn load(&mut self) {
         let (layout, last) = (self.layout, self.layers() - 1);
@@ -125,7 +129,7 @@ impl Lists<'_> {
     }
 
     fn begin(&mut self, layer: usize, share: Share) {
-        if self.purpose == Purpose::Train && self.layout.chain.batch_norm(layer).is_some() {
+        if self.trains() && self.layout.chain.batch_norm(layer).is_some() {
             self.push(share.device, Op::Begin { layer, samples: share.samples });
         }
     }
@@ -195,7 +199,7 @@ impl Lists<'_> {
         if self.purpose == Purpose::Predict {
             return;
         }
-        if self.purpose == Purpose::Train {
+        if self.trains() {
             self.hand_over();
         }
         for device in layout.members() {

@@ -221,6 +221,15 @@ pub struct DeviceRow {
     /// The most micro-batches it may have between forward and backward; by default what the order asks for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stash: Option<usize>,
+    /// How many backwards a forward may go before where their gradients are late, and how many forwards a backward where
+    /// their inputs are. By default computations keep their order. In chains without branches: elsewhere whoever is the last
+    /// to read a shared value depends on that order, and with it when its memory is free.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub leeway: usize,
+}
+
+fn is_zero(number: &usize) -> bool {
+    *number == 0
 }
 
 /// In what gradients go to where they are added up; they are added up in fp32 always.

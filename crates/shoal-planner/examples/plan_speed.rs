@@ -220,6 +220,7 @@ fn pipeline_step(replicas: usize) {
         budget_bytes: device.memory_bytes,
         workspace_bytes: 0,
         stash: None,
+        leeway: 0,
     });
     let plan = table(&chain, step, rows.collect(), &pipeline);
     let layout = Layout::new(&plan, &chain);

@@ -17,7 +17,7 @@ use crate::mirrors::MirrorError;
 use crate::mixed::{MixedPlanned, PlayError};
 use crate::pipeline::{self, PipelineWanted};
 use crate::usual::{self, State};
-use crate::{burst, improve, mirrors, mixed, sharded, spilled};
+use crate::{burst, improve, leeway, mirrors, mixed, sharded, spilled};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -165,7 +165,7 @@ pub fn plan(request: &Request) -> Result<Found, AutoError> {
             // What people run who do not plan stays what they run.
             let best = match Shape::USUAL.contains(&found.shape) {
                 true => found,
-                false => improve(found, request, request.improve_instructions),
+                false => leeway::given(improve(found, request, request.improve_instructions), request),
             };
             let improved_from_seconds = Some(before).filter(|before| best.simulated.seconds < *before);
             Ok(Found { best, tried, improved_from_seconds, survives: request.survive })

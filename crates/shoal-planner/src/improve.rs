@@ -30,7 +30,7 @@ const IDLE_MOST: usize = 20;
 const SLOWER_AT_FIRST: f64 = 0.05;
 
 /// Steps of more instructions are left as they are: too little could be tried of what there is.
-const INSTRUCTIONS_MOST: usize = 60_000;
+pub(crate) const INSTRUCTIONS_MOST: usize = 60_000;
 
 /// The plan, or a quicker one like it, as far as that is found by playing so many instructions.
 pub fn improve(candidate: Candidate, request: &Request, instructions: usize) -> Candidate {

@@ -19,6 +19,7 @@ mod bound;
 pub mod breakdown;
 pub mod burst;
 mod improve;
+mod leeway;
 pub mod mirrors;
 pub mod mixed;
 pub mod pipeline;
@@ -48,6 +49,7 @@ pub fn device_rows(fleet: &Fleet) -> Vec<DeviceRow> {
         budget_bytes: device.memory_bytes.saturating_sub(GPU_PROCESS_BYTES),
         workspace_bytes: GPU_WORKSPACE_BYTES,
         stash: None,
+        leeway: 0,
     });
     rows.collect()
 }

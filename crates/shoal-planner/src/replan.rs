@@ -15,7 +15,7 @@ use shoal_fleet::pace::paced;
 use shoal_plan::{MemoryForecast, Plan, StepShape};
 
 use crate::auto::{self, AutoError, Candidate, Request, Shape};
-use crate::device_rows;
+use crate::{device_rows, leeway};
 use moving::Moving;
 
 /// Plans whose steps take so much of the best one's are as good.
@@ -141,7 +141,7 @@ fn chosen(
             moves.seconds.total_cmp(&others.seconds).then(seconds(one).total_cmp(&seconds(other)))
         });
     let (moving, shape, candidate) = chosen?;
-    let Candidate { plan, simulated, memory, .. } = candidate;
+    let Candidate { plan, simulated, memory, .. } = leeway::given(candidate, request);
     let step_seconds = simulated.seconds;
     Some(Replanned { plan, shape, step_seconds, moving, staying_seconds, survives: survive, memory })
 }

@@ -6,8 +6,8 @@ use shoal_model::{Chain, Precision, presets};
 use shoal_plan::draw::{self, Draw};
 use shoal_plan::memory::forecast_in;
 use shoal_plan::{
-    Activations, Compute, ComputeCopy, DeviceRow, GradientWire, Held, Holder, LayerRow, Layout, Op, Order,
-    Pass, Plan, Purpose, Residence, Samples, TensorRow, compile, compile_paced,
+    Activations, Compute, ComputeCopy, DeviceRow, GradientWire, Held, Holder, LayerRow, Layout, Moved, Op,
+    Order, Pass, Plan, Purpose, Residence, Samples, TensorRow, compile, compile_paced, verify_all,
 };
 use shoal_sim::flows::Resource;
 use shoal_sim::{FleetWorld, Jitter, Settings, Work, World, simulate};
@@ -118,6 +118,7 @@ fn pipeline(chain: &Chain, stages: usize, batches: usize, order: Order, recomput
                 budget_bytes: u64::MAX,
                 workspace_bytes: 0,
                 stash: None,
+                leeway: 0,
             })
             .collect(),
         order,
@@ -195,6 +196,88 @@ fn recomputation_hides_in_waits() {
         let expected = 16.0 * 4.0 + 3.0 * 1.0 + 3.0 * 2.0;
         assert!((seconds / expected - 1.0).abs() < 1e-3, "{order:?}: {seconds}, not {expected}");
     }
+}
+
+/// Forwards take a second and backwards two, messages nothing, but for the gradient of one micro-batch: that is late.
+struct LateGradient {
+    samples: Samples,
+    seconds: f64,
+}
+
+impl World for LateGradient {
+    fn resources(&self) -> &[Resource] {
+        &[]
+    }
+
+    fn alone(&self, op: &Op, _device: usize) -> Work {
+        let seconds = match op {
+            Op::Forward { layer: 1..=2, .. } => 1.0,
+            Op::Backward { layer: 1..=2, .. } => 2.0,
+            _ => 0.0,
+        };
+        Work { seconds, ..Work::default() }
+    }
+
+    fn together(&self, op: &Op, _device: usize) -> Work {
+        let is_late = |samples: &Samples| *samples == self.samples;
+        let seconds = match op {
+            Op::Send { moved: Moved::Gradient, samples, .. }
+            | Op::Receive { moved: Moved::Gradient, samples, .. }
+                if is_late(samples) =>
+            {
+                self.seconds
+            }
+            _ => 0.0,
+        };
+        Work { seconds, ..Work::default() }
+    }
+}
+
+/// While it waits for a gradient that is late the first device computes forwards that come later, as many as it may; its
+/// backwards keep their order, so every sum is added to as ever.
+#[test]
+fn what_comes_later_is_computed_while_a_gradient_is_late() {
+    let chain = untied(2);
+    let late = Samples { start: 1, end: 2 };
+    let played = |leeway: usize, seconds: f64| {
+        let mut plan = pipeline(&chain, 2, 8, Order::OneForwardOneBackward, false);
+        plan.devices.iter_mut().for_each(|row| row.leeway = leeway);
+        let layout = Layout::new(&plan, &chain);
+        let programs = compile(&plan, &chain, Purpose::Train).unwrap();
+        verify_all(&programs, &plan, &chain, Purpose::Train).unwrap();
+        let memory = forecast_in(&programs[0], &layout).values;
+        let settings = Settings { memory: true, ..Settings::default() };
+        let world = LateGradient { samples: late, seconds };
+        let simulated = simulate(&programs, &layout, &world, settings).unwrap();
+        assert!(simulated.values_bytes[0] <= memory);
+        let start = |op: &dyn Fn(&Op) -> Option<Samples>| {
+            let places = programs[0].instructions.iter().zip(&simulated.spans[0]);
+            let mut starts: Vec<(f64, usize)> =
+                places.filter_map(|(next, span)| Some((span.start, op(&next.op)?.start))).collect();
+            starts.sort_by(|a, b| a.0.total_cmp(&b.0));
+            starts
+        };
+        let backwards = start(&|op| match op {
+            Op::Backward { layer: 1, samples } => Some(*samples),
+            _ => None,
+        });
+        assert!(backwards.iter().map(|(_, batch)| *batch).eq(0..8), "{backwards:?}");
+        let forwards = start(&|op| match op {
+            Op::Forward { layer: 1, samples, .. } => Some(*samples),
+            _ => None,
+        });
+        let before = forwards.iter().filter(|(at, _)| *at < backwards[1].0).count();
+        (simulated.seconds, before, memory)
+    };
+    // The second device is never kept waiting where nothing is late, so nothing is gained then, and nothing lost.
+    let (calm, stashed, _) = played(0, 0.0);
+    assert_eq!(calm, 3.0 * 9.0);
+    assert_eq!(stashed, 3);
+    assert_eq!(played(2, 0.0).0, calm);
+    let found = [0, 1, 2, 3].map(|leeway| played(leeway, 12.0));
+    assert_eq!(found.map(|(_, before, _)| before), [3, 4, 5, 6]);
+    assert!(found.windows(2).all(|pair| pair[1].0 < pair[0].0), "{found:?}");
+    assert!(found.windows(2).all(|pair| pair[1].2 > pair[0].2), "what may be stashed is counted: {found:?}");
 }
 
 #[test]

@@ -6,7 +6,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use shoal_plan::{Instruction, Tier};
 
@@ -81,6 +81,11 @@ impl Behind {
     /// Waits for something to end.
     pub(super) fn wait_for_end(&mut self) -> Ended {
         self.ended().recv().expect("there is always a way in")
+    }
+
+    /// The same, for a while at most.
+    pub(super) fn wait_for_end_within(&mut self, most: Duration) -> Option<Ended> {
+        self.ended().recv_timeout(most).ok()
     }
 
     /// Something that has ended.

@@ -53,9 +53,14 @@ impl Executor {
     }
 
     /// Instructions that only compute: as one pass, as a pass each, or one by one.
-    pub(super) fn compute(&mut self, step: &mut Step, instructions: &[Instruction]) -> Result {
+    pub(super) fn compute(
+        &mut self,
+        step: &mut Step,
+        instructions: &[Instruction],
+        replay: Replay,
+    ) -> Result {
         self.stamp(None)?;
-        if self.replay == Replay::Nothing {
+        if replay == Replay::Nothing {
             for instruction in instructions {
                 self.execute(step, instruction)?;
                 self.stamp(Some(instruction.op))?;
@@ -63,7 +68,7 @@ impl Executor {
             return Ok(());
         }
         let mut key = self.pass_key(step, instructions);
-        let passes = match self.replay {
+        let passes = match replay {
             Replay::Instruction => instructions.chunks(1),
             _ => instructions.chunks(instructions.len()),
         };
@@ -72,7 +77,7 @@ impl Executor {
             let pass = self.device.begin_pass(key)?;
             // A whole step that is known leaves nothing behind; parts of one make what later parts use, though
             // the device does nothing for it yet.
-            let skipped = pass == Pass::Replayed && self.replay == Replay::Step;
+            let skipped = pass == Pass::Replayed && replay == Replay::Step;
             let done = match skipped {
                 true => {
                     step.values.clear();

@@ -1,12 +1,14 @@
 //! A device's way through its list: instructions start in its order, each when what it comes after has finished and its
-//! lane is free; those that may start ahead do so as soon as they can. What only computes is done here and now. The rest
+//! lane is free. Movements that may start ahead do so as soon as they can, computations only where the instruction whose turn
+//! it is has to wait. What only computes is done here and now. The rest
 //! is under way elsewhere meanwhile, and lands between two instructions. What the step before has left under way lands
 //! here too: instructions that touch its tensors come after it.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use shoal_kernels::Mark;
 use shoal_plan::effects::effects;
 use shoal_plan::{Instruction, Lane, Layout, Op, Program, Purpose, Tier};
 
@@ -19,6 +21,9 @@ use super::updates::Terms;
 use super::{Executor, Replay};
 use crate::error::{EngineError, Result};
 
+/// How often it is looked whether a device that works behind the host's back has nothing left to do.
+const LOOK_AGAIN: Duration = Duration::from_micros(50);
+
 /// How far a program has come.
 struct Course<'a> {
     instructions: &'a [Instruction],
@@ -27,8 +32,13 @@ struct Course<'a> {
     is_finished: Vec<bool>,
     /// Places that may start from a place before their own.
     early: Vec<Vec<usize>>,
-    /// Those of them that have not.
+    /// Those of them that have not, in order: movements, and computations.
     waiting: Vec<usize>,
+    waiting_to_compute: Vec<usize>,
+    /// Whether any computation may start ahead.
+    may_deviate: bool,
+    /// Where the device must have come before it is given the next computation ahead of its turn.
+    given: Option<Mark>,
     /// Lanes that are busy with an instruction elsewhere.
     busy: Vec<Lane>,
     /// Movements that have not landed.
@@ -59,8 +69,22 @@ impl<'a> Course<'a> {
             is_finished: vec![false; instructions.len()],
             early,
             waiting: Vec::new(),
+            waiting_to_compute: Vec::new(),
+            may_deviate: instructions.iter().any(|next| next.ahead > 0 && next.lane == Lane::Compute),
+            given: None,
             busy: Vec::new(),
             under_way: 0,
+        }
+    }
+
+    /// From this place on more may start.
+    fn reach(&mut self, place: usize) {
+        for next in std::mem::take(&mut self.early[place]) {
+            let waiting = match self.instructions[next].lane {
+                Lane::Compute => &mut self.waiting_to_compute,
+                _ => &mut self.waiting,
+            };
+            waiting.insert(waiting.partition_point(|other| *other < next), next);
         }
     }
 
@@ -86,7 +110,8 @@ impl<'a> Course<'a> {
                 earlier.is_some_and(|at| self.is_finished[*at] || (place..*next).contains(at))
             };
             let instruction = &self.instructions[*next];
-            like(instruction) && instruction.after.iter().all(done) && !self.is_held_up(*next)
+            let is_ready = !self.is_started[*next] && instruction.after.iter().all(done);
+            like(instruction) && is_ready && !self.is_held_up(*next)
         };
         (place..self.instructions.len()).take_while(ready).count()
     }
@@ -169,8 +194,7 @@ impl Executor {
     fn start_all(&mut self, course: &mut Course, step: &mut Step) -> Result {
         let mut place = 0;
         while place < course.instructions.len() {
-            let early = std::mem::take(&mut course.early[place]);
-            course.waiting.extend(early);
+            course.reach(place);
             self.land_ended(course, step)?;
             self.start_early(course, step)?;
             if course.is_started[place] {
@@ -178,18 +202,42 @@ impl Executor {
                 continue;
             }
             while !course.may_start(place) {
-                self.land_next(course, step)?;
+                self.use_wait(course, step)?;
                 self.start_early(course, step)?;
             }
             // One that may start ahead may just have.
             if !course.is_started[place] {
                 place += self.start(course, step, place)?;
+                course.given = None;
             }
         }
         Ok(())
     }
 
-    /// Starts what may start ahead and can.
+    /// The instruction whose turn it is has to wait: computes what may be computed ahead, one instruction at a time, so that
+    /// what is waited for is not kept waiting in turn; else waits for something to end. A device that works behind the
+    /// host's back is given the next when it has done the last.
+    fn use_wait(&mut self, course: &mut Course, step: &mut Step) -> Result {
+        course.waiting_to_compute.retain(|place| !course.is_started[*place]);
+        let Some(next) = course.waiting_to_compute.iter().copied().find(|place| course.may_start(*place))
+        else {
+            return self.land_next(course, step);
+        };
+        let given = course.given.take().map_or_else(|| self.device.mark(), Ok)?;
+        if given.is_reached()? {
+            self.start(course, step, next)?;
+            course.given = Some(self.device.mark()?);
+            self.land_ended(course, step)
+        } else {
+            course.given = Some(given);
+            match self.behind.wait_for_end_within(LOOK_AGAIN) {
+                Some(ended) => self.land(course, step, ended),
+                None => Ok(()),
+            }
+        }
+    }
+
+    /// Starts the movements that may start ahead and can.
     fn start_early(&mut self, course: &mut Course, step: &mut Step) -> Result {
         let mut place = 0;
         while place < course.waiting.len() {
@@ -226,11 +274,13 @@ impl Executor {
             self.stamp(Some(instruction.op))?;
             count
         } else if only_computes(instruction) && step.training {
-            let count = match self.replay {
+            // What repeats from step to step is an order of computations; where that may differ, nothing does.
+            let replay = if course.may_deviate { Replay::Nothing } else { self.replay };
+            let count = match replay {
                 Replay::Nothing => 1,
                 _ => course.together(place, only_computes),
             };
-            self.compute(step, &course.instructions[place..place + count])?;
+            self.compute(step, &course.instructions[place..place + count], replay)?;
             count
         } else if instruction.lane == Lane::Compute || matches!(instruction.op, Op::Load { .. }) {
             self.execute(step, instruction)?;

@@ -69,6 +69,15 @@ impl Place for Event {
     fn wait(&self) -> Result {
         Event::wait(self)
     }
+
+    fn is_reached(&self) -> Result<bool> {
+        self.context.enter()?;
+        // SAFETY: it lives as long as `self`.
+        match unsafe { sys::cuEventQuery(self.event) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            other => self.context.check("cuEventQuery", other).map(|()| true),
+        }
+    }
 }
 
 /// The place that the computing stream's work has come to.

@@ -30,6 +30,7 @@ pub struct Mark(Option<Arc<dyn Place>>);
 /// What a device knows a mark by.
 pub(crate) trait Place: Send + Sync {
     fn wait(&self) -> Result;
+    fn is_reached(&self) -> Result<bool>;
 }
 
 impl Mark {
@@ -40,6 +41,11 @@ impl Mark {
     /// Waits until the device has come there.
     pub(crate) fn wait(&self) -> Result {
         self.0.as_ref().map_or(Ok(()), |place| place.wait())
+    }
+
+    /// Whether the device has come there.
+    pub fn is_reached(&self) -> Result<bool> {
+        self.0.as_ref().map_or(Ok(true), |place| place.is_reached())
     }
 }
 

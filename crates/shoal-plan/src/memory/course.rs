@@ -1,6 +1,8 @@
 //! What is certain of a program's course at each place of its list: which instructions have finished, and so which bytes
 //! are free again.
 
+use std::collections::BinaryHeap;
+
 use foldhash::HashMap;
 use shoal_model::footprint::Phase;
 
@@ -15,15 +17,25 @@ pub(super) struct Course<'a> {
     is_over: Vec<bool>,
     /// Places on each lane that works one after the other, and how many of them are over.
     lanes: [(Vec<usize>, usize); Lane::SERIAL],
-    /// Bytes.
-    pub live: i64,
+    /// The last computation that started in its turn, unless it is over.
+    computing: Option<usize>,
+    /// Computations that may have started ahead, with what each takes beside what it leaves behind: the most first. Those that
+    /// are over are taken out when they come first.
+    ahead: BinaryHeap<(u64, usize)>,
+    /// Bytes, without what computations take that started ahead and last.
+    live: i64,
+}
+
+/// What an instruction leaves behind, if that is more than what it uses up: before and after it no less is alive.
+fn left(phase: &Phase) -> u64 {
+    phase.gain.saturating_sub(phase.loss)
 }
 
 impl<'a> Course<'a> {
     pub fn new(instructions: &'a [Instruction], phases: &'a [Phase]) -> Course<'a> {
         let mut lanes: [(Vec<usize>, usize); Lane::SERIAL] = Default::default();
         for (place, instruction) in instructions.iter().enumerate() {
-            if let Some(lane) = instruction.serial().filter(|_| instruction.ahead == 0) {
+            if let Some(lane) = instruction.serial() {
                 lanes[lane].0.push(place);
             }
         }
@@ -38,6 +50,8 @@ impl<'a> Course<'a> {
             instructions,
             phases,
             lanes,
+            computing: None,
+            ahead: BinaryHeap::new(),
             live: 0,
         }
     }
@@ -46,6 +60,43 @@ impl<'a> Course<'a> {
         match self.place_of.is_empty() {
             true => Some(id as usize),
             false => self.place_of.get(&id).copied(),
+        }
+    }
+
+    fn computes_ahead(&self, place: usize) -> bool {
+        let instruction = &self.instructions[place];
+        instruction.ahead > 0 && instruction.lane == Lane::Compute
+    }
+
+    /// Bytes that may be alive now. Computations follow each other, so one at a time takes more than it leaves behind.
+    pub fn live(&mut self) -> i64 {
+        while self.ahead.peek().is_some_and(|(_, place)| self.is_over[*place]) {
+            self.ahead.pop();
+        }
+        let most = self.ahead.peek().map_or(0, |(more, _)| *more as i64);
+        let now = self.computing.map_or(0, |place| {
+            let Phase { peak, gain, loss } = self.phases[place];
+            peak as i64 + loss as i64 - gain as i64
+        });
+        self.live + (most - now).max(0)
+    }
+
+    /// From here on an instruction may start that stands further behind.
+    pub fn may_start(&mut self, place: usize) {
+        let phase = &self.phases[place];
+        if self.computes_ahead(place) {
+            self.live += left(phase) as i64;
+            self.ahead.push((phase.peak.saturating_sub(left(phase)), place));
+        } else {
+            self.live += phase.peak as i64;
+        }
+    }
+
+    /// It starts, in its turn.
+    pub fn start(&mut self, place: usize) {
+        self.live += self.phases[place].peak as i64;
+        if self.instructions[place].lane == Lane::Compute {
+            self.computing = Some(place);
         }
     }
 
@@ -76,7 +127,9 @@ impl<'a> Course<'a> {
     pub fn over(&mut self, place: usize) {
         if !std::mem::replace(&mut self.is_over[place], true) {
             let Phase { peak, gain, loss } = self.phases[place];
-            self.live += gain as i64 - loss as i64 - peak as i64;
+            let counted = if self.computes_ahead(place) { left(&self.phases[place]) } else { peak };
+            self.live += gain as i64 - loss as i64 - counted as i64;
+            self.computing = self.computing.filter(|computing| *computing != place);
         }
     }
 }

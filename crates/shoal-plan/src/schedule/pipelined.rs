@@ -107,8 +107,27 @@ struct Worker {
     sends: Vec<(usize, bool)>,
     awaited: usize,
     under_way: usize,
-    /// Where its last units start.
+    /// Where its units start; of those the forwards, and the backwards with what is made again for them.
     unit_starts: Vec<usize>,
+    forward_starts: Vec<usize>,
+    backward_starts: Vec<usize>,
+    /// How many of the other kind a forward or a backward may go before, where they wait.
+    leeway: usize,
+}
+
+impl Worker {
+    /// The place from which on a unit that is listed at a place may be computed: before those of the other kind that it may go
+    /// before.
+    fn earliest(&self, work: Work, place: usize) -> usize {
+        let others = match work {
+            Work::Forward => &self.backward_starts,
+            Work::Backward => &self.forward_starts,
+            // It would hold the largest memory for longer.
+            Work::Remake => return place,
+        };
+        let first = others.len().saturating_sub(self.leeway);
+        others.get(first).copied().unwrap_or(place)
+    }
 }
 
 struct Pipeline<'a, 'b> {
@@ -194,13 +213,12 @@ impl<'a, 'b> Pipeline<'a, 'b> {
                 }
             }
         }
-        for (worker, row) in self.workers.iter_mut().zip(&self.lists.layout.plan.devices) {
+        let layout = self.lists.layout;
+        let has_branches = (0..layout.chain.layers.len()).any(|layer| layout.readers(layer).len() > 1);
+        for (worker, row) in self.workers.iter_mut().zip(&layout.plan.devices) {
             worker.most_stashed = row.stash.unwrap_or(worker.most_stashed);
+            worker.leeway = if has_branches || !self.lists.trains() { 0 } else { row.leeway };
         }
-    }
-
-    fn trains(&self) -> bool {
-        self.lists.purpose == Purpose::Train
     }
 
     fn run(&mut self) {
@@ -243,7 +261,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
     fn choose(&self, device: usize) -> Option<(usize, Work)> {
         let worker = &self.workers[device];
         let order = self.lists.layout.plan.order;
-        let may_stash = !self.trains() || worker.stashed < worker.most_stashed;
+        let may_stash = !self.lists.trains() || worker.stashed < worker.most_stashed;
         let forward = worker.forwards.first().filter(|_| may_stash).map(|(_, _, unit)| *unit);
         let backward = worker.backwards.first().map(|(_, _, unit)| *unit);
         if order == Order::Gpipe && worker.forwards_left > 0 {
@@ -314,8 +332,31 @@ impl<'a, 'b> Pipeline<'a, 'b> {
                 takes
             }
         };
+        self.may_begin_early(device, place, work, is_remade);
         self.wait_for_sends(device, place);
         self.events.push(self.now + takes, Event::Done { unit: number, work });
+    }
+
+    /// Lets what a unit computes, with what goes out of it, start ahead of units that wait. What is added up over the network
+    /// keeps its place.
+    fn may_begin_early(&mut self, device: usize, place: usize, work: Work, is_remade: bool) {
+        let worker = &mut self.workers[device];
+        let from = worker.earliest(work, place);
+        match work {
+            Work::Forward => worker.forward_starts.push(place),
+            Work::Backward if is_remade => {}
+            Work::Remake | Work::Backward => worker.backward_starts.push(place),
+        }
+        if from == place {
+            return;
+        }
+        for listed in &mut self.lists.lists[device][place..] {
+            let is_its_own = listed.op.computes_layer()
+                || matches!(listed.op, Op::Send { .. } | Op::Offload { .. } | Op::Restore { .. });
+            if is_its_own {
+                listed.from = from;
+            }
+        }
     }
 
     /// The unit's share of one of its layers: the activations' fate may differ from layer to layer.
@@ -422,7 +463,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
                 for place in 0..self.outgoing[number].len() {
                     self.hand_over(self.outgoing[number][place], Moved::Activation);
                 }
-                if self.trains() {
+                if self.lists.trains() {
                     if self.outgoing[number].is_empty() {
                         self.ready_backward(number);
                     }
@@ -453,9 +494,11 @@ impl<'a, 'b> Pipeline<'a, 'b> {
         if source != target {
             let Moving { layer, reader, samples, .. } = piece;
             let place = self.lists.push(target, Op::Receive { moved, layer, reader, samples, from: source });
-            let starts = &self.workers[target].unit_starts;
+            let worker = &self.workers[target];
+            let starts = &worker.unit_starts;
             let early = starts.len().checked_sub(UNITS_AHEAD).map_or(0, |unit| starts[unit]);
-            self.lists.lists[target][place].from = early;
+            let work = if moved == Moved::Activation { Work::Forward } else { Work::Backward };
+            self.lists.lists[target][place].from = early.min(worker.earliest(work, place));
             sent = self.sent_place(source, moved, piece, target);
             self.workers[source].under_way += 1;
         }

@@ -317,6 +317,7 @@ mod tests {
                     budget_bytes: device.memory_bytes,
                     workspace_bytes: 0,
                     stash: None,
+                    leeway: 0,
                 })
                 .collect();
             let step = StepShape { global_batch: 8, sequence: 16, ..StepShape::ADAM };

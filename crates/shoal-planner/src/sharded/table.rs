@@ -49,6 +49,7 @@ pub fn table(chain: &Chain, step: StepShape, fleet: &Fleet, decision: &Decision)
         budget_bytes: share.budget_bytes,
         workspace_bytes: share.workspace_bytes,
         stash: None,
+        leeway: 0,
     };
     Plan {
         format: FORMAT,

@@ -196,6 +196,7 @@ fn table(stated: &Stated) -> Plan {
         budget_bytes: u64::MAX,
         workspace_bytes: 0,
         stash: None,
+        leeway: 0,
     });
     let step = StepShape {
         global_batch: stated.global_batch,

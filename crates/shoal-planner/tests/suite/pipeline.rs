@@ -60,6 +60,7 @@ fn rows(fleet: &Fleet) -> Vec<DeviceRow> {
         budget_bytes: device.memory_bytes,
         workspace_bytes: 0,
         stash: None,
+        leeway: 0,
     };
     fleet.devices.iter().map(row).collect()
 }

@@ -39,6 +39,7 @@ fn replicas(machines: &BTreeSet<String>) -> Option<Step> {
         budget_bytes: u64::MAX,
         workspace_bytes: 0,
         stash: None,
+        leeway: 0,
     });
     let seconds = 10.0 / count as f64;
     let device = Breakdown {

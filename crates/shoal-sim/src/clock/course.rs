@@ -172,8 +172,9 @@ impl<'a> Course<'a> {
         // Those whose turn it was before they could start ahead.
         let slots = &self.slots;
         self.may.retain(|place| !slots[*place].has_started);
-        let may = self.may.iter().position(|place| self.can_start(*place, busy))?;
-        Some(self.may.swap_remove(may))
+        let can = (0..self.may.len()).filter(|at| self.can_start(self.may[*at], busy));
+        let first = can.min_by_key(|at| self.may[*at])?;
+        Some(self.may.swap_remove(first))
     }
 
     /// Comes after updates of the step before that are not over; of all programs it is this one.

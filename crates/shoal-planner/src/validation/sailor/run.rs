@@ -109,6 +109,7 @@ impl Run {
             budget_bytes: u64::MAX,
             workspace_bytes: 0,
             stash: None,
+            leeway: 0,
         });
         let step = StepShape {
             global_batch: self.global_batch,
