@@ -45,6 +45,15 @@ pub struct KindTable {
     pub update_seconds_per_parameter: f64,
 }
 
+/// What messages take of those who compute and handle them by the same cores.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Handling {
+    /// Of computing, for a byte that is sent or received.
+    pub seconds_per_byte: f64,
+    /// For which a message waits, beside its bytes, while the device computes.
+    pub seconds_per_message: f64,
+}
+
 #[derive(Clone, Debug)]
 struct KindCosts {
     kind: String,
@@ -52,7 +61,7 @@ struct KindCosts {
     /// The kind that this is a share of, and its part of that one's rate, where the share was not measured itself.
     scaled: Option<(String, f64)>,
     update_seconds_per_parameter: f64,
-    handling_seconds_per_byte: f64,
+    handling: Handling,
     /// By layer: which of the curves are its forward's and its backward's. Equal layers share them.
     of_layer: Vec<(u32, u32)>,
     curves: Vec<Seconds>,
@@ -148,7 +157,7 @@ impl Costs {
                 estimated: false,
                 scaled: None,
                 update_seconds_per_parameter: table.update_seconds_per_parameter,
-                handling_seconds_per_byte: 0.0,
+                handling: Handling::default(),
                 of_layer: Vec::new(),
                 curves: Vec::new(),
             };
@@ -172,7 +181,7 @@ impl Costs {
     /// Messages take nothing of what devices of some kinds compute.
     pub fn without_handling(mut self, is_one: impl Fn(&str) -> bool) -> Costs {
         for kind in self.kinds.iter_mut().filter(|kind| is_one(&kind.kind)) {
-            kind.handling_seconds_per_byte = 0.0;
+            kind.handling = Handling::default();
         }
         self
     }
@@ -215,9 +224,9 @@ impl Costs {
         self.kind(device).update_seconds_per_parameter * parameters as f64
     }
 
-    /// Seconds of its computing that a byte takes which the device sends or receives: none, unless it is a processor.
-    pub fn handling(&self, device: usize) -> f64 {
-        self.kind(device).handling_seconds_per_byte
+    /// What messages take of a device's computing: nothing, unless it is a processor.
+    pub fn handling(&self, device: usize) -> Handling {
+        self.kind(device).handling
     }
 
     /// Seconds of the optimizer in the node's host memory, whose bandwidth bounds it.
@@ -264,7 +273,10 @@ impl KindCosts {
             estimated: device.estimated,
             scaled: None,
             update_seconds_per_parameter: update,
-            handling_seconds_per_byte: device.handling_seconds_per_byte.unwrap_or(0.0),
+            handling: Handling {
+                seconds_per_byte: device.handling_seconds_per_byte.unwrap_or(0.0),
+                seconds_per_message: device.handling_seconds_per_message.unwrap_or(0.0),
+            },
             of_layer: Vec::new(),
             curves: Vec::new(),
         };
@@ -295,7 +307,8 @@ impl KindCosts {
     fn stretch(&mut self, times: f64) {
         self.curves = self.curves.iter().map(|known| Seconds::new(&known.curve.slowed(times))).collect();
         self.update_seconds_per_parameter *= times;
-        self.handling_seconds_per_byte *= times;
+        self.handling.seconds_per_byte *= times;
+        self.handling.seconds_per_message *= times;
     }
 
     /// Where the curve stands among those worked out.

@@ -45,6 +45,7 @@ pub fn device(chain: &Chain, kind: &Kind, precision: Precision, sequence: usize)
         estimated: true,
         update_seconds_per_parameter: Some(update_seconds(kind, precision)),
         handling_seconds_per_byte: None,
+        handling_seconds_per_message: None,
         step: None,
         layers: equal_layers(chain).into_iter().map(row).collect(),
     }

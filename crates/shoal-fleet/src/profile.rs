@@ -56,6 +56,9 @@ pub struct DeviceProfile {
     /// one of them. A GPU has a host for that.
     #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "rounded_option")]
     pub handling_seconds_per_byte: Option<f64>,
+    /// And for how long a message waits there, beside its bytes, until those who compute let those run who handle it.
+    #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "rounded_option")]
+    pub handling_seconds_per_message: Option<f64>,
     /// A whole step: forward, backward, update.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step: Option<TimeCurve>,

@@ -371,8 +371,8 @@ impl<'a> Clock<'a> {
                 None
             }
             What::Meeting(meeting) => {
-                let (devices, bytes) = (self.devices_of(meeting), self.work(what).handled_bytes);
-                self.handling.as_mut()?.end(meeting, devices.into_iter(), bytes, now)
+                let (devices, work) = (self.devices_of(meeting), self.work(what));
+                self.handling.as_mut()?.end(meeting, devices.into_iter(), &work, now)
             }
         }
     }

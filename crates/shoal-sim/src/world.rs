@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::flows::Resource;
+use shoal_fleet::costs::Handling;
 use shoal_fleet::{Costs, Fleet, Link};
 use shoal_plan::{GatheredPart, Layout, Op, Pace, Pass, Samples, Tier};
 
@@ -17,8 +18,9 @@ pub struct Work {
     pub seconds: f64,
     pub bytes: f64,
     pub resources: Vec<u32>,
-    /// Bytes that everyone who takes part sends or receives, each way counted.
+    /// Bytes that everyone who takes part sends or receives, each way counted, and the messages that follow each other in it.
     pub handled_bytes: f64,
+    pub handled_messages: f64,
 }
 
 impl Work {
@@ -38,9 +40,9 @@ pub trait World {
     /// One that several have in common, of which this device is one.
     fn together(&self, op: &Op, device: usize) -> Work;
 
-    /// Seconds of its computing that a byte takes which a device sends or receives.
-    fn handling(&self, _device: usize) -> f64 {
-        0.0
+    /// What messages take of a device's computing.
+    fn handling(&self, _device: usize) -> Handling {
+        Handling::default()
     }
 }
 
@@ -129,7 +131,7 @@ impl<'a> FleetWorld<'a> {
     fn host_way(&self, device: usize, bytes: f64, in_or_out: Way) -> Work {
         let link = &self.fleet.devices[device].host_link;
         let resources = vec![self.device(device, in_or_out), self.node(device, Shared::Memory)];
-        Work { seconds: link.seconds_latency, bytes, resources, handled_bytes: 0.0 }
+        Work { seconds: link.seconds_latency, bytes, resources, ..Work::default() }
     }
 
     /// From one device to another.
@@ -139,7 +141,8 @@ impl<'a> FleetWorld<'a> {
             true => vec![self.device(from, Way::ToPeers), self.device(to, Way::FromPeers)],
             false => vec![self.node(from, Shared::Out), self.node(to, Shared::In)],
         };
-        let work = Work { seconds: link.seconds_latency, bytes, resources, handled_bytes: bytes };
+        let seconds = link.seconds_latency;
+        let work = Work { seconds, bytes, resources, handled_bytes: bytes, handled_messages: 1.0 };
         slowed(work, &link, &self.resources)
     }
 
@@ -170,8 +173,9 @@ impl<'a> FleetWorld<'a> {
         resources.sort_unstable();
         resources.dedup();
         // A ring of n has n - 1 steps, and each waits for one link.
-        seconds *= rounds * (order.len() - 1) as f64 / order.len() as f64;
-        let work = Work { seconds, bytes, resources, handled_bytes: 2.0 * bytes };
+        let steps = rounds * (order.len() - 1) as f64;
+        seconds *= steps / order.len() as f64;
+        let work = Work { seconds, bytes, resources, handled_bytes: 2.0 * bytes, handled_messages: steps };
         slowest.map_or(work.clone(), |link| slowed(work, &link, &self.resources))
     }
 
@@ -380,7 +384,7 @@ impl World for FleetWorld<'_> {
         }
     }
 
-    fn handling(&self, device: usize) -> f64 {
+    fn handling(&self, device: usize) -> Handling {
         self.costs.handling(device)
     }
 }
@@ -395,7 +399,7 @@ impl FleetWorld<'_> {
                 seconds: 0.0,
                 bytes: (shoal_fleet::costs::HOST_UPDATE_BYTES * elements as u64) as f64,
                 resources: vec![self.node(device, Shared::Memory)],
-                handled_bytes: 0.0,
+                ..Work::default()
             },
             Tier::Disk => {
                 let states = 1 + self.layout.plan.optimizer_states;

@@ -1,6 +1,6 @@
 //! Steps on the virtual clock: random tables under any delay, and pipelines whose time can be said by hand.
 
-use shoal_fleet::costs::{KindTable, LayerTable};
+use shoal_fleet::costs::{Handling, KindTable, LayerTable};
 use shoal_fleet::{Costs, Fleet, TimeCurve};
 use shoal_model::{Chain, Precision, presets};
 use shoal_plan::draw::{self, Draw};
@@ -24,7 +24,13 @@ impl AnyDelay {
         // Some take a thousand times as long as others, and some nothing.
         let seconds = draw.of(&[0.0, 1e-3, 1e-2, 0.1, 1.0]);
         let resources = vec![draw.below(2) as u32, 2 + draw.below(2) as u32];
-        Work { seconds, bytes: if draw.chance(30) { 10.0 } else { 0.0 }, resources, handled_bytes: 5.0 }
+        Work {
+            seconds,
+            bytes: if draw.chance(30) { 10.0 } else { 0.0 },
+            resources,
+            handled_bytes: 5.0,
+            handled_messages: 1.0,
+        }
     }
 }
 
@@ -41,8 +47,9 @@ impl World for AnyDelay {
         self.delay(op, device)
     }
 
-    fn handling(&self, device: usize) -> f64 {
-        if device.is_multiple_of(2) { 0.02 } else { 0.0 }
+    fn handling(&self, device: usize) -> Handling {
+        let times = if device.is_multiple_of(2) { 1.0 } else { 0.0 };
+        Handling { seconds_per_byte: 0.02 * times, seconds_per_message: 0.3 * times }
     }
 
     fn together(&self, op: &Op, _device: usize) -> Work {
@@ -307,8 +314,8 @@ impl World for Handled<'_> {
         self.0.together(op, device)
     }
 
-    fn handling(&self, _device: usize) -> f64 {
-        self.1
+    fn handling(&self, _device: usize) -> Handling {
+        Handling { seconds_per_byte: self.1, seconds_per_message: 0.0 }
     }
 }
 

@@ -32,7 +32,9 @@ fn played(mut profile: Value) -> Value {
     profile["links"] = Value::Array(Vec::new());
     let device = &mut profile["devices"][0];
     (device["kind"], device["device"]) = ("V100-16".into(), "played".into());
-    device["handling_seconds_per_byte"] = Value::Null;
+    for key in ["handling_seconds_per_byte", "handling_seconds_per_message"] {
+        device[key] = Value::Null;
+    }
     for layer in device["layers"].as_array_mut().unwrap() {
         let seconds = if layer["layers"][0].as_str().unwrap().starts_with("block") { 5e-3 } else { 1e-3 };
         (layer["forward"], layer["backward"]) = (curve(seconds), curve(2.0 * seconds));

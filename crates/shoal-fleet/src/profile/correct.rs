@@ -103,6 +103,7 @@ mod tests {
             estimated: false,
             update_seconds_per_parameter: None,
             handling_seconds_per_byte: None,
+            handling_seconds_per_message: None,
             step: None,
             layers: vec![row("block 0"), row("head")],
         };

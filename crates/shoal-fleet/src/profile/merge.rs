@@ -50,11 +50,14 @@ fn merge_device(known: &mut DeviceProfile, device: DeviceProfile) -> Result<()> 
             (a, b) => a.or(b),
         };
     // It swings with whatever else runs, as links do.
+    let least = |known: Option<f64>, other: Option<f64>| match (known, other) {
+        (Some(a), Some(b)) => Some(a.min(b)),
+        (a, b) => a.or(b),
+    };
     known.handling_seconds_per_byte =
-        match (known.handling_seconds_per_byte, device.handling_seconds_per_byte) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        };
+        least(known.handling_seconds_per_byte, device.handling_seconds_per_byte);
+    known.handling_seconds_per_message =
+        least(known.handling_seconds_per_message, device.handling_seconds_per_message);
     known.step = match (known.step.take(), device.step) {
         (Some(a), Some(b)) => Some(merge_curve(&a, &b, &format!("{of}: a step"))?),
         (a, b) => a.or(b),

@@ -43,8 +43,14 @@ fn defect(profile: &Profile) -> Option<String> {
         if let Some(seconds) = device.update_seconds_per_parameter.filter(|seconds| !is_time(*seconds)) {
             return Some(format!("{of}: update_seconds_per_parameter is {seconds}"));
         }
-        if let Some(seconds) = device.handling_seconds_per_byte.filter(|seconds| !is_time(*seconds)) {
-            return Some(format!("{of}: handling_seconds_per_byte is {seconds}"));
+        let handling = [
+            ("handling_seconds_per_byte", device.handling_seconds_per_byte),
+            ("handling_seconds_per_message", device.handling_seconds_per_message),
+        ];
+        for (key, seconds) in handling {
+            if let Some(seconds) = seconds.filter(|seconds| !is_time(*seconds)) {
+                return Some(format!("{of}: {key} is {seconds}"));
+            }
         }
         if let Some(what) = device.step.as_ref().and_then(TimeCurve::defect) {
             return Some(format!("{of}: step {what}"));
@@ -114,6 +120,7 @@ impl From<First> for Profile {
             estimated: false,
             update_seconds_per_parameter: None,
             handling_seconds_per_byte: None,
+            handling_seconds_per_message: None,
             step: Some(curve(first.step_seconds)),
             layers: first.layers.into_iter().map(layer).collect(),
             device: first.device,

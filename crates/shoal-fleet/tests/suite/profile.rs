@@ -35,6 +35,7 @@ fn profile(kind: &str, layers: Vec<LayerProfile>) -> Profile {
         estimated: false,
         update_seconds_per_parameter: Some(1e-11),
         handling_seconds_per_byte: None,
+        handling_seconds_per_message: None,
         step: Some(TimeCurve::new(vec![1], vec![0.5])),
         layers,
     };

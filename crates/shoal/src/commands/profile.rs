@@ -111,6 +111,13 @@ pub fn run(options: Options) -> Result {
         let what = format!("{}: no number of samples fits its memory", device.title());
         return Err(CliError::said(what, "give it more with --memory, or take fewer --samples"));
     }
+    if neighbours > 0 {
+        // A fleet's workers update at the same time, for which they share the machine's memory: so do these, which compute next
+        // to nothing besides.
+        let settings = TrialSettings { sequence: 1, ..settings(1) };
+        let measure = |_: &_| measured.add_updates(Trial::new(&model, &settings, &device, None)?);
+        neighbours::among(neighbours, &model, &settings, &device, measure)?;
+    }
     let samples = measured.samples.clone();
     let share = device.gpu.as_ref().and_then(|_| percent_here());
     let kind = share
@@ -118,14 +125,16 @@ pub fn run(options: Options) -> Result {
     let host = links::host(&*device.open(options.precision, false)?, &kind)?;
     let processes = Pair::start(Over::Loopback)?.link()?;
     // A GPU leaves messages to its host.
-    let handling_seconds_per_byte = match &device.gpu {
+    let handling = match &device.gpu {
         Some(_) => None,
         None => {
             let settings = settings(samples[0]);
             let mut pair = Pair::start(Over::Network)?;
-            handling::seconds_per_byte(&mut pair, 1 + neighbours, &model, &settings, &device)?
+            Some(handling::measure(&mut pair, 1 + neighbours, &model, &settings, &device)?)
         }
     };
+    let handling_seconds_per_byte = handling.as_ref().and_then(|handling| handling.seconds_per_byte);
+    let handling_seconds_per_message = handling.as_ref().and_then(|handling| handling.seconds_per_message);
     let links = vec![host, processes];
     for LinkProfile { scope, kind, link } in &links {
         let (rate, latency) = (link.bytes_per_second / 1e9, 1e6 * link.seconds_latency);
@@ -133,6 +142,9 @@ pub fn run(options: Options) -> Result {
     }
     if let Some(seconds) = handling_seconds_per_byte {
         println!("a gigabyte sent or received takes {:.2} s of what computes", 1e9 * seconds);
+    }
+    if let Some(seconds) = handling_seconds_per_message {
+        println!("a message waits {:.2} ms for those who compute", 1e3 * seconds);
     }
     let profile = Profile {
         links,
@@ -143,6 +155,7 @@ pub fn run(options: Options) -> Result {
             estimated: false,
             update_seconds_per_parameter: Some(measured.update_seconds() / chain.parameters() as f64),
             handling_seconds_per_byte,
+            handling_seconds_per_message,
             step: Some(TimeCurve::new(samples.clone(), measured.step_seconds.clone())),
             layers: measured.layers(&chain, options.precision, sequence),
         }],
@@ -183,32 +196,24 @@ impl Measured {
         let enough = (seconds_least * WARM_UP_STEPS as f64 / warm_seconds).ceil() as usize;
         let rounds = rounds.unwrap_or(enough.clamp(ROUNDS_LEAST, ROUNDS_MOST));
         let step_seconds = trial.train(rounds)?.0 / rounds as f64;
-        // From here on the parts of a step are wanted.
-        trial.executor.set_replay(Replay::Instruction);
-        trial.train(WARM_UP_STEPS)?;
-        // Seconds of each part, round by round.
-        let mut parts: BTreeMap<Part, Vec<f64>> = BTreeMap::new();
-        for _ in 0..rounds {
-            let mut taken: BTreeMap<Part, f64> = BTreeMap::new();
-            for (op, seconds) in trial.time_instructions()? {
-                let Some(part) = Part::of(&op) else { continue };
-                *taken.entry(part).or_default() += seconds;
-            }
-            for (part, seconds) in taken {
-                parts.entry(part).or_default().push(seconds);
-            }
-        }
-        for (part, mut seconds) in parts {
+        for (part, seconds) in parts(&mut trial, rounds)? {
             let all = match part {
                 Part::Forward(layer) => &mut self.forward[layer],
                 Part::Backward(layer) => &mut self.backward[layer],
                 Part::Update => &mut self.updates,
             };
-            all.push(typical(&mut seconds));
+            all.push(seconds);
         }
         self.samples.push(samples);
         self.step_seconds.push(step_seconds);
         eprintln!("{samples} samples: a step takes {:.3} ms", 1e3 * step_seconds);
+        Ok(())
+    }
+
+    /// Updates alone, in place of those that were measured with layers.
+    fn add_updates(&mut self, mut trial: Trial) -> Result {
+        let updates = parts(&mut trial, ROUNDS_MOST)?.remove(&Part::Update);
+        self.updates = updates.into_iter().collect();
         Ok(())
     }
 
@@ -232,6 +237,25 @@ impl Measured {
     }
 }
 
+/// What the parts of a step take, by so many of them.
+fn parts(trial: &mut Trial, rounds: usize) -> Result<BTreeMap<Part, f64>> {
+    trial.executor.set_replay(Replay::Instruction);
+    trial.train(WARM_UP_STEPS)?;
+    // Seconds of each, round by round.
+    let mut parts: BTreeMap<Part, Vec<f64>> = BTreeMap::new();
+    for _ in 0..rounds {
+        let mut taken: BTreeMap<Part, f64> = BTreeMap::new();
+        for (op, seconds) in trial.time_instructions()? {
+            let Some(part) = Part::of(&op) else { continue };
+            *taken.entry(part).or_default() += seconds;
+        }
+        for (part, seconds) in taken {
+            parts.entry(part).or_default().push(seconds);
+        }
+    }
+    Ok(parts.into_iter().map(|(part, mut seconds)| (part, typical(&mut seconds))).collect())
+}
+
 /// What an instruction's time counts towards.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Part {
@@ -245,7 +269,8 @@ impl Part {
         match *op {
             Op::Begin { layer, .. } | Op::Forward { layer, .. } => Some(Part::Forward(layer)),
             Op::BeginBackward { layer, .. } | Op::Backward { layer, .. } => Some(Part::Backward(layer)),
-            Op::Update { .. } => Some(Part::Update),
+            // What comes behind the last backward, by the parameter.
+            Op::GradientNorm | Op::Update { .. } => Some(Part::Update),
             _ => None,
         }
     }

@@ -22,8 +22,8 @@ const SIZES: [usize; 7] = [1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22,
 const LARGEST_COPY: usize = 1 << 27;
 /// Times that each is sent; the median counts.
 const ROUNDS: usize = 7;
-/// Numbers that the two add up at a time, as a layer's gradients are.
-const SUMMED: usize = 1 << 20;
+/// Numbers that the two add up at a time, as a layer's gradients are; the most of them.
+pub const SUMMED: usize = 1 << 20;
 /// So many of them after each other are in no cache.
 const SUMMED_APART: usize = 16;
 /// What the two processes call what they do: they know of no other.
@@ -66,7 +66,8 @@ pub enum Over {
 }
 
 /// 10 Gbit/s, and the latency that a fleet file has where it says none.
-const USUAL_NETWORK: LinkShape = LinkShape { bytes_per_s: Some(1.25e9), latency: Duration::from_micros(50) };
+pub const USUAL_NETWORK: LinkShape =
+    LinkShape { bytes_per_s: Some(1.25e9), latency: Duration::from_micros(50) };
 
 /// This process and another one like it, joined by TCP on the loopback interface.
 pub struct Pair {
@@ -122,11 +123,12 @@ impl Pair {
         Ok(LinkProfile { scope, kind, link: Link::measured(by_size) })
     }
 
-    /// The two add up numbers so many times, as steps do. Returns the bytes that both have sent and received.
-    pub fn add_up(&mut self, rounds: u64) -> Result<u64> {
-        self.fabric.send(1, asking(self.sums.asked), &rounds.to_le_bytes())?;
-        self.sums.add_up(&self.fabric, rounds)?;
-        Ok(2 * 2 * rounds * (SUMMED * size_of::<f32>()) as u64)
+    /// The two add up so many numbers so many times, as steps do. Returns the bytes that both have sent and received.
+    pub fn add_up(&mut self, numbers: usize, rounds: u64) -> Result<u64> {
+        let asked = [numbers as u64, rounds].map(u64::to_le_bytes);
+        self.fabric.send(1, asking(self.sums.asked), asked.as_flattened())?;
+        self.sums.add_up(&self.fabric, numbers, rounds)?;
+        Ok(2 * 2 * rounds * (numbers * size_of::<f32>()) as u64)
     }
 }
 
@@ -163,10 +165,10 @@ impl Sums {
         Sums { gradients: numbers(), messages: numbers(), asked: 0 }
     }
 
-    fn add_up(&mut self, fabric: &Fabric, rounds: u64) -> Result {
+    fn add_up(&mut self, fabric: &Fabric, numbers: usize, rounds: u64) -> Result {
         for round in 0..rounds {
             let first = round as usize % SUMMED_APART * SUMMED;
-            let place = first..first + SUMMED;
+            let place = first..first + numbers.min(SUMMED);
             let (gradient, message) = (&mut self.gradients[place.clone()], &mut self.messages[place]);
             message.copy_from_slice(gradient);
             let tag = Tag(asking(self.asked).0 + 1 + u128::from(round));
@@ -218,8 +220,9 @@ pub fn echo(options: EchoOptions) -> Result {
     // Until the one that measures has gone, and ends this.
     let mut sums = Sums::new();
     loop {
-        let mut rounds = [0; 8];
-        fabric.receive(0, asking(sums.asked), &mut rounds)?;
-        sums.add_up(&fabric, u64::from_le_bytes(rounds))?;
+        let mut asked = [[0; 8]; 2];
+        fabric.receive(0, asking(sums.asked), asked.as_flattened_mut())?;
+        let [numbers, rounds] = asked.map(u64::from_le_bytes);
+        sums.add_up(&fabric, numbers as usize, rounds)?;
     }
 }
