@@ -114,8 +114,10 @@ pub fn run(options: Options) -> Result {
     if neighbours > 0 {
         // A fleet's workers update at the same time, for which they share the machine's memory: so do these, which compute next
         // to nothing besides.
-        let settings = TrialSettings { sequence: 1, ..settings(1) };
-        let measure = |_: &_| measured.add_updates(Trial::new(&model, &settings, &device, None)?);
+        let sequence = if chain.image.is_some() { sequence } else { 1 };
+        let settings = TrialSettings { sequence, ..settings(1) };
+        let measure =
+            |_: &_| measured.add_updates(Trial::new(&model, &settings, &device, None)?, options.rounds);
         neighbours::among(neighbours, &model, &settings, &device, measure)?;
     }
     let samples = measured.samples.clone();
@@ -192,9 +194,7 @@ impl Measured {
 
     /// Adds one number of samples, measured in so many steps, or in as many as take so long.
     fn add(&mut self, mut trial: Trial, rounds: Option<usize>, seconds_least: f64, samples: usize) -> Result {
-        let warm_seconds = trial.train(WARM_UP_STEPS)?.0;
-        let enough = (seconds_least * WARM_UP_STEPS as f64 / warm_seconds).ceil() as usize;
-        let rounds = rounds.unwrap_or(enough.clamp(ROUNDS_LEAST, ROUNDS_MOST));
+        let rounds = enough(&mut trial, rounds, seconds_least)?;
         let step_seconds = trial.train(rounds)?.0 / rounds as f64;
         for (part, seconds) in parts(&mut trial, rounds)? {
             let all = match part {
@@ -211,8 +211,9 @@ impl Measured {
     }
 
     /// Updates alone, in place of those that were measured with layers.
-    fn add_updates(&mut self, mut trial: Trial) -> Result {
-        let updates = parts(&mut trial, ROUNDS_MOST)?.remove(&Part::Update);
+    fn add_updates(&mut self, mut trial: Trial, rounds: Option<usize>) -> Result {
+        let rounds = enough(&mut trial, rounds, PROCESSOR_SECONDS)?;
+        let updates = parts(&mut trial, rounds)?.remove(&Part::Update);
         self.updates = updates.into_iter().collect();
         Ok(())
     }
@@ -235,6 +236,13 @@ impl Measured {
         };
         equal_layers(chain).into_iter().map(row).collect()
     }
+}
+
+/// How many steps to measure, unless it is said: as many as take so long.
+fn enough(trial: &mut Trial, rounds: Option<usize>, seconds_least: f64) -> Result<usize> {
+    let warm_seconds = trial.train(WARM_UP_STEPS)?.0;
+    let enough = (seconds_least * WARM_UP_STEPS as f64 / warm_seconds).ceil() as usize;
+    Ok(rounds.unwrap_or(enough.clamp(ROUNDS_LEAST, ROUNDS_MOST)))
 }
 
 /// What the parts of a step take, by so many of them.

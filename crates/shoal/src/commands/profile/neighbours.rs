@@ -56,6 +56,15 @@ impl Neighbours {
     }
 }
 
+/// Whoever drops it trains no more, however that came.
+struct Over<'a>(&'a Neighbours, usize);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.of(self.1).is_over = true;
+    }
+}
+
 /// Does something while so many others train.
 pub fn among<T>(
     count: usize,
@@ -78,9 +87,8 @@ pub fn among<T>(
         let spawn = |number: usize| {
             let (neighbours, train) = (&neighbours, &train);
             scope.spawn(move || {
-                let ended = train(number);
-                neighbours.of(number).is_over = true;
-                ended
+                let _over = Over(neighbours, number);
+                train(number)
             })
         };
         let others: Vec<_> = (0..count).map(spawn).collect();
