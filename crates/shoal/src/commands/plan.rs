@@ -131,6 +131,10 @@ fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
         let now = best.simulated.seconds;
         println!("improved: {} a step before, {} less now", time_text(before), percent(1.0 - now / before));
     }
+    let leeway = best.plan.devices.iter().map(|row| row.leeway).max().unwrap_or(0);
+    if leeway > 0 {
+        println!("lateness: devices that wait for a message go on with up to {leeway} later units meanwhile");
+    }
     println!("{}", survival_text(survives, options.on.survive(job), on.fleet.nodes.len()));
     more::print(&more, &on);
     Ok(())

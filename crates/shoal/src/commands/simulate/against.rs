@@ -68,8 +68,13 @@ impl<'a> Comparison<'a> {
                 program.instructions.iter().enumerate().map(|(place, next)| (next.id, place)).collect();
             // What these came after was in the step before.
             let left_behind = program.left_behind();
+            // Lanes do one after the other as they start, which is not always the order of the list.
+            let spans = &simulated.spans[number];
+            let mut order: Vec<usize> = (0..program.instructions.len()).collect();
+            order.sort_by(|a, b| spans[*a].start.total_cmp(&spans[*b].start));
             let mut on_lane = HashMap::new();
-            for (place, instruction) in program.instructions.iter().enumerate() {
+            for place in order {
+                let instruction = &program.instructions[place];
                 let after = if left_behind.contains(&place) { &[][..] } else { &instruction.after };
                 let before = after.iter().filter_map(|id| late[number][*place_of.get(id)?]);
                 let previous = on_lane.insert(instruction.lane, place).and_then(|place| late[number][place]);
