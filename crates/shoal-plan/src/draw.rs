@@ -354,9 +354,8 @@ pub fn features(plan: &Plan, chain: &Chain) -> BTreeSet<&'static str> {
         let users: BTreeSet<usize> = chain.users(tensor).flat_map(|layer| layout.computing(layer)).collect();
         note(chain.users(tensor).count() > 1 && users.len() > 1, "tied over several devices");
     }
-    let forks = (0..chain.layers.len()).any(|layer| layout.readers(layer).len() > 1);
-    note(forks, "branches");
-    let is_pipelined = !layout.is_layered() && !forks && plan.global_batch > 1;
+    note(layout.has_branches(), "branches");
+    let is_pipelined = !layout.is_layered() && !layout.has_branches() && plan.global_batch > 1;
     let has_leeway = computing.iter().any(|device| plan.devices[*device].leeway > 0);
     note(is_pipelined && has_leeway, "computations before others that are late");
     found

@@ -236,6 +236,11 @@ impl<'a> Layout<'a> {
         &self.layers[layer].readers
     }
 
+    /// Whether some output is taken by several layers.
+    pub fn has_branches(&self) -> bool {
+        self.layers.iter().any(|layer| layer.readers.len() > 1)
+    }
+
     pub fn tensors(&self, layer: usize) -> &[usize] {
         &self.layers[layer].tensors
     }

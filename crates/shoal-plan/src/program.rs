@@ -17,7 +17,7 @@ use std::fmt;
 use foldhash::HashSet;
 use serde::{Deserialize, Serialize};
 
-use crate::table::{Samples, Tier};
+use crate::table::{Samples, Tier, is_zero};
 
 /// What part of a device an instruction occupies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -321,15 +321,16 @@ pub struct Instruction {
 }
 
 impl Instruction {
+    /// Whether it computes, and may do so ahead of its turn.
+    pub fn computes_ahead(&self) -> bool {
+        self.ahead > 0 && self.lane == Lane::Compute
+    }
+
     /// The lane that it needs free, by its place among those that do one after the other. Updates of other memories have
     /// lines of their own instead.
     pub fn serial(&self) -> Option<usize> {
         self.lane.serial().filter(|_| self.op.line().is_none())
     }
-}
-
-fn is_zero(number: &u32) -> bool {
-    *number == 0
 }
 
 impl fmt::Display for Instruction {

@@ -228,8 +228,9 @@ pub struct DeviceRow {
     pub leeway: usize,
 }
 
-fn is_zero(number: &usize) -> bool {
-    *number == 0
+/// What is not written.
+pub(crate) fn is_zero<T: Default + PartialEq>(number: &T) -> bool {
+    *number == T::default()
 }
 
 /// In what gradients go to where they are added up; they are added up in fp32 always.

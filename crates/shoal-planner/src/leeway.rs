@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 
 use shoal_plan::memory::forecasts;
-use shoal_plan::{Layout, Op, Order, Plan, Program, Purpose, compile_in};
+use shoal_plan::{Instruction, Layout, Op, Order, Plan, Purpose, compile_in};
 use shoal_sim::{FleetWorld, Settings, simulate};
 
 use crate::auto::{Candidate, Request, hold};
@@ -41,10 +41,8 @@ fn with(most: usize, candidate: &Candidate, request: &Request, within: f64) -> O
         let layout = Layout::new(&plan, chain);
         let world = FleetWorld::new(fleet, costs, &layout);
         let programs = compile_in(&layout, Purpose::Train, &world).ok()?;
-        let goes_ahead = |program: &Program| {
-            program.instructions.iter().any(|next| next.ahead > 0 && matches!(next.op, Op::Forward { .. }))
-        };
-        if !programs.iter().any(goes_ahead) {
+        let goes_ahead = |next: &Instruction| next.computes_ahead() && matches!(next.op, Op::Forward { .. });
+        if !programs.iter().flat_map(|program| &program.instructions).any(goes_ahead) {
             return None;
         }
         let memory = forecasts(&programs, &layout);

@@ -8,6 +8,7 @@
 //! - [`burst`]: to each layer the number of devices that suits it.
 //! - [`auto`]: the best of all shapes.
 //! - [`improve()`]: a plan of any shape made better step by step.
+//! - `leeway`: how far devices may go ahead where something is late.
 //! - [`breakdown`]: where each device's part of a step goes.
 //! - [`replan`]: a plan anew for a fleet that has changed, and what the change costs.
 //! - [`run`]: whole runs over a fleet that comes and goes.

@@ -1,8 +1,7 @@
 //! A device's way through its list: instructions start in its order, each when what it comes after has finished and its
 //! lane is free. Movements that may start ahead do so as soon as they can, computations only where the instruction whose turn
-//! it is has to wait. What only computes is done here and now. The rest
-//! is under way elsewhere meanwhile, and lands between two instructions. What the step before has left under way lands
-//! here too: instructions that touch its tensors come after it.
+//! it is has to wait. What only computes is done here and now. The rest is under way elsewhere meanwhile, and lands between two
+//! instructions. What the step before has left under way lands here too: instructions that touch its tensors come after it.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -70,7 +69,7 @@ impl<'a> Course<'a> {
             early,
             waiting: Vec::new(),
             waiting_to_compute: Vec::new(),
-            may_deviate: instructions.iter().any(|next| next.ahead > 0 && next.lane == Lane::Compute),
+            may_deviate: instructions.iter().any(Instruction::computes_ahead),
             given: None,
             busy: Vec::new(),
             under_way: 0,
@@ -202,7 +201,7 @@ impl Executor {
                 continue;
             }
             while !course.may_start(place) {
-                self.use_wait(course, step)?;
+                self.compute_ahead_or_wait(course, step)?;
                 self.start_early(course, step)?;
             }
             // One that may start ahead may just have.
@@ -217,7 +216,7 @@ impl Executor {
     /// The instruction whose turn it is has to wait: computes what may be computed ahead, one instruction at a time, so that
     /// what is waited for is not kept waiting in turn; else waits for something to end. A device that works behind the
     /// host's back is given the next when it has done the last.
-    fn use_wait(&mut self, course: &mut Course, step: &mut Step) -> Result {
+    fn compute_ahead_or_wait(&mut self, course: &mut Course, step: &mut Step) -> Result {
         course.waiting_to_compute.retain(|place| !course.is_started[*place]);
         let Some(next) = course.waiting_to_compute.iter().copied().find(|place| course.may_start(*place))
         else {

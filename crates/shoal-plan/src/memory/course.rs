@@ -26,7 +26,7 @@ pub(super) struct Course<'a> {
     live: i64,
 }
 
-/// What an instruction leaves behind, if that is more than what it uses up: before and after it no less is alive.
+/// What an instruction leaves behind beyond what it uses up: nothing where it uses up more.
 fn left(phase: &Phase) -> u64 {
     phase.gain.saturating_sub(phase.loss)
 }
@@ -63,11 +63,6 @@ impl<'a> Course<'a> {
         }
     }
 
-    fn computes_ahead(&self, place: usize) -> bool {
-        let instruction = &self.instructions[place];
-        instruction.ahead > 0 && instruction.lane == Lane::Compute
-    }
-
     /// Bytes that may be alive now. Computations follow each other, so one at a time takes more than it leaves behind.
     pub fn live(&mut self) -> i64 {
         while self.ahead.peek().is_some_and(|(_, place)| self.is_over[*place]) {
@@ -84,7 +79,7 @@ impl<'a> Course<'a> {
     /// From here on an instruction may start that stands further behind.
     pub fn may_start(&mut self, place: usize) {
         let phase = &self.phases[place];
-        if self.computes_ahead(place) {
+        if self.instructions[place].computes_ahead() {
             self.live += left(phase) as i64;
             self.ahead.push((phase.peak.saturating_sub(left(phase)), place));
         } else {
@@ -127,7 +122,10 @@ impl<'a> Course<'a> {
     pub fn over(&mut self, place: usize) {
         if !std::mem::replace(&mut self.is_over[place], true) {
             let Phase { peak, gain, loss } = self.phases[place];
-            let counted = if self.computes_ahead(place) { left(&self.phases[place]) } else { peak };
+            let counted = match self.instructions[place].computes_ahead() {
+                true => left(&self.phases[place]),
+                false => peak,
+            };
             self.live += gain as i64 - loss as i64 - counted as i64;
             self.computing = self.computing.filter(|computing| *computing != place);
         }

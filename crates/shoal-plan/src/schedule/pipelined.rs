@@ -214,10 +214,9 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             }
         }
         let layout = self.lists.layout;
-        let has_branches = (0..layout.chain.layers.len()).any(|layer| layout.readers(layer).len() > 1);
         for (worker, row) in self.workers.iter_mut().zip(&layout.plan.devices) {
             worker.most_stashed = row.stash.unwrap_or(worker.most_stashed);
-            worker.leeway = if has_branches || !self.lists.trains() { 0 } else { row.leeway };
+            worker.leeway = if layout.has_branches() || !self.lists.trains() { 0 } else { row.leeway };
         }
     }
 

@@ -15,6 +15,7 @@ use shoal_fleet::{DeviceProfile, LayerProfile, Profile, TimeCurve, catalogue};
 use shoal_model::{Chain, Precision};
 use shoal_plan::{Op, PlanError};
 
+use handling::Handling;
 use links::{Over, Pair};
 
 use super::trial::{DeviceOptions, ModelOptions, Trial, TrialSettings, median, typical};
@@ -128,24 +129,22 @@ pub fn run(options: Options) -> Result {
     let processes = Pair::start(Over::Loopback)?.link()?;
     // A GPU leaves messages to its host.
     let handling = match &device.gpu {
-        Some(_) => None,
+        Some(_) => Handling::default(),
         None => {
             let settings = settings(samples[0]);
             let mut pair = Pair::start(Over::Network)?;
-            Some(handling::measure(&mut pair, 1 + neighbours, &model, &settings, &device)?)
+            handling::measure(&mut pair, 1 + neighbours, &model, &settings, &device)?
         }
     };
-    let handling_seconds_per_byte = handling.as_ref().and_then(|handling| handling.seconds_per_byte);
-    let handling_seconds_per_message = handling.as_ref().and_then(|handling| handling.seconds_per_message);
     let links = vec![host, processes];
     for LinkProfile { scope, kind, link } in &links {
         let (rate, latency) = (link.bytes_per_second / 1e9, 1e6 * link.seconds_latency);
         println!("{scope:?} link of {kind}: {rate:.1} GB/s, {latency:.0} us");
     }
-    if let Some(seconds) = handling_seconds_per_byte {
+    if let Some(seconds) = handling.seconds_per_byte {
         println!("a gigabyte sent or received takes {:.2} s of what computes", 1e9 * seconds);
     }
-    if let Some(seconds) = handling_seconds_per_message {
+    if let Some(seconds) = handling.seconds_per_message {
         println!("a message waits {:.2} ms for those who compute", 1e3 * seconds);
     }
     let profile = Profile {
@@ -156,8 +155,8 @@ pub fn run(options: Options) -> Result {
             precision: options.precision,
             estimated: false,
             update_seconds_per_parameter: Some(measured.update_seconds() / chain.parameters() as f64),
-            handling_seconds_per_byte,
-            handling_seconds_per_message,
+            handling_seconds_per_byte: handling.seconds_per_byte,
+            handling_seconds_per_message: handling.seconds_per_message,
             step: Some(TimeCurve::new(samples.clone(), measured.step_seconds.clone())),
             layers: measured.layers(&chain, options.precision, sequence),
         }],

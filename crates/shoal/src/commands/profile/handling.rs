@@ -28,6 +28,7 @@ const MESSAGES: f64 = 2.0;
 
 /// Of computing, what a byte takes which is sent or received, by so many who compute, and for how long a message waits; none
 /// where it does not show.
+#[derive(Default)]
 pub struct Handling {
     pub seconds_per_byte: Option<f64>,
     pub seconds_per_message: Option<f64>,
