@@ -357,6 +357,8 @@ pub fn features(plan: &Plan, chain: &Chain) -> BTreeSet<&'static str> {
     note(layout.has_branches(), "branches");
     let is_pipelined = !layout.is_layered() && !layout.has_branches() && plan.global_batch > 1;
     let has_leeway = computing.iter().any(|device| plan.devices[*device].leeway > 0);
-    note(is_pipelined && has_leeway, "computations before others that are late");
+    if is_pipelined && has_leeway && found.contains("activations move") {
+        found.insert("computations before others that are late");
+    }
     found
 }

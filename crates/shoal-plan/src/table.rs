@@ -222,8 +222,9 @@ pub struct DeviceRow {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stash: Option<usize>,
     /// How many backwards a forward may go before where their gradients are late, and how many forwards a backward where
-    /// their inputs are. By default computations keep their order. In chains without branches: elsewhere whoever is the last
-    /// to read a shared value depends on that order, and with it when its memory is free.
+    /// their inputs are. By default computations keep their order. Of no use where nothing comes from another device, nor in
+    /// chains with branches: there whoever is the last to read a shared value depends on that order, and with it when its
+    /// memory is free.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub leeway: usize,
 }

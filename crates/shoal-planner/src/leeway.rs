@@ -78,14 +78,14 @@ mod tests {
     use shoal_fleet::{Costs, Fleet};
     use shoal_model::{Chain, presets};
     use shoal_plan::one_device::StepShape;
-    use shoal_plan::{compile_paced, verify_all};
+    use shoal_plan::{compile, compile_paced, verify_all};
 
     use super::*;
     use crate::auto;
 
-    fn fleet(memory: &str) -> Fleet {
+    fn fleet(count: usize, memory: &str) -> Fleet {
         let text = format!(
-            "[[node]]\nname = \"n\"\ncount = 4\nhost_memory = \"16 GiB\"\nnetwork = \"5 Gbit/s\"\n\
+            "[[node]]\nname = \"n\"\ncount = {count}\nhost_memory = \"16 GiB\"\nnetwork = \"5 Gbit/s\"\n\
              devices = [{{ kind = \"V100\", memory = \"{memory}\" }}]\n"
         );
         Fleet::parse(&text, "fleet").unwrap()
@@ -97,7 +97,7 @@ mod tests {
         let step = StepShape { global_batch: 32, sequence: 256, ..StepShape::ADAM };
         let mut leeways = Vec::new();
         for memory in ["16 GiB", "800 MiB"] {
-            let fleet = fleet(memory);
+            let fleet = fleet(4, memory);
             let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
             let request = auto::Request {
                 shapes: &[auto::Shape::Pipeline],
@@ -119,5 +119,23 @@ mod tests {
             assert_eq!(again.plan, found.plan);
         }
         assert!(leeways[0] > leeways[1], "{leeways:?}");
+    }
+
+    #[test]
+    fn a_device_to_which_nothing_comes_gets_none() {
+        let chain = Chain::new(&presets::gpt2(4096, 512, 10, 8, 256));
+        let step = StepShape { global_batch: 32, sequence: 256, ..StepShape::ADAM };
+        let fleet = fleet(1, "4 GiB");
+        let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
+        let request = auto::Request {
+            shapes: &[auto::Shape::Pipeline],
+            ..auto::Request::new(&chain, step, &fleet, &costs)
+        };
+        let mut plan = auto::plan(&request).unwrap().best.plan;
+        assert_eq!(plan.devices[0].leeway, 0);
+        // Asked for all the same, it changes nothing.
+        let without = compile(&plan, &chain, Purpose::Train).unwrap();
+        plan.devices[0].leeway = 3;
+        assert_eq!(compile(&plan, &chain, Purpose::Train).unwrap(), without);
     }
 }

@@ -216,7 +216,17 @@ impl<'a, 'b> Pipeline<'a, 'b> {
         let layout = self.lists.layout;
         for (worker, row) in self.workers.iter_mut().zip(&layout.plan.devices) {
             worker.most_stashed = row.stash.unwrap_or(worker.most_stashed);
-            worker.leeway = if layout.has_branches() || !self.lists.trains() { 0 } else { row.leeway };
+        }
+        if layout.has_branches() || !self.lists.trains() {
+            return;
+        }
+        // Only what comes from another device is late: activations to one end of an edge, gradients to the other.
+        for edge in &self.edges {
+            let ends = [edge.from, edge.to].map(|unit| self.units[unit].device);
+            if ends[0] != ends[1] {
+                ends.iter()
+                    .for_each(|device| self.workers[*device].leeway = layout.plan.devices[*device].leeway);
+            }
         }
     }
 
