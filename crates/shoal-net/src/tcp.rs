@@ -1,17 +1,19 @@
 //! Workers on a network. Between two workers stand, in each direction, one connection for control and several for data,
 //! each used in its direction only: reading and writing never wait for each other, and neither does TLS. Small frames
-//! and small messages go over control, where a thread reads them as they come. Large messages are cut into stripes over
+//! and small messages go over control, where whoever waits for one reads them as they come. Large messages are cut into stripes over
 //! the data streams, which the receiving threads read themselves, straight into their callers' memory.
 //!
 //! - `stream`: one connection, plain or TLS.
 //! - `reception`: a worker's port, and which fabric a connection is for.
 //! - `join`: how the connections of a fabric come to be, and who is let in.
 //! - `sink`: where frames leave, held to the link's shape.
+//! - `ear`: where control frames arrive.
 //! - `spin`: how a thread looks again before it sleeps.
 //! - `lane`: where data arrives, and which of the waiting threads reads it.
 //! - `message`: the two ends of one message.
 //! - `peer`: one peer's life: heartbeats, silence, goodbye.
 
+mod ear;
 mod join;
 mod lane;
 mod message;

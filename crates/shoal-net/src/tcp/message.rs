@@ -10,7 +10,7 @@ use super::stream::{Writing, is_tick};
 use crate::desk::{Arrival, Leave};
 use crate::error::{Error, Result};
 use crate::fabric::Tag;
-use crate::link::{IncomingEnd, Link, Meanwhile, OutgoingEnd};
+use crate::link::{IncomingEnd, Link, Meanwhile, Nothing, OutgoingEnd};
 use crate::pace::Progress;
 use crate::wire::{HEADER_BYTES, Header, Kind, stream_of, stripe_left};
 
@@ -46,7 +46,7 @@ impl Link for TcpLink {
     fn incoming(&self, tag: Tag, length: usize) -> Result<Box<dyn IncomingEnd + '_>> {
         let peer = &*self.0;
         peer.fate.check()?;
-        let word = peer.desk().want(tag, length as u64);
+        let word = peer.counter().desk.want(tag, length as u64);
         let Ok(word) = word else { return Err(Error::TagInUse { peer: peer.name().to_owned(), tag }) };
         let until = Instant::now() + peer.message_deadline;
         let end = TcpIncoming {
@@ -265,20 +265,18 @@ impl TcpOutgoing<'_> {
             } else {
                 ANNOUNCE_AFTER
             };
-        // Looking again is done without the desk, which may change then: nobody waits without another look.
-        let (mut spin, mut spun) = (peer.spins.begin(), false);
-        let mut desk = peer.desk();
+        let (mut spin, mut counter) = (peer.spins.begin(), peer.counter());
         loop {
             peer.fate.check()?;
-            match desk.begin(self.tag, self.length, self.announced) {
-                _ if desk.left => return Err(peer.has_left(self.tag)),
+            match counter.desk.begin(self.tag, self.length, self.announced) {
+                _ if counter.desk.left => return Err(peer.has_left(self.tag)),
                 Leave::Eager => return Ok(Some(Kind::Eager)),
                 Leave::Data => {
                     spin.found();
                     return Ok(Some(Kind::Data));
                 }
                 Leave::OtherLength(wanted) => {
-                    drop(desk);
+                    drop(counter);
                     let refusal = Header::about(Kind::Refuse, self.tag, self.length);
                     peer.tell(&refusal, &[], &mut self.progress)?;
                     return Err(peer.other_length(self.tag, self.length, wanted));
@@ -290,21 +288,14 @@ impl TcpOutgoing<'_> {
                 return Ok(None);
             }
             if now >= announce_at {
-                drop(desk);
+                drop(counter);
                 peer.tell(&Header::about(Kind::Announce, self.tag, self.length), &[], &mut self.progress)?;
                 self.announced = true;
                 announce_at = now + ANNOUNCE_AFTER;
-                desk = peer.desk();
+                counter = peer.counter();
                 continue;
             }
-            if !spun {
-                drop(desk);
-                spun = !spin.again();
-                desk = peer.desk();
-                continue;
-            }
-            let wait = announce_at.min(until).saturating_duration_since(now);
-            desk = peer.changed.wait_timeout(desk, wait).expect("nobody panics with a desk").0;
+            counter = peer.wait(counter, &mut spin, announce_at.min(until), &mut Nothing);
         }
     }
 }
@@ -429,12 +420,10 @@ impl TcpIncoming<'_> {
     /// Finds out how the message comes.
     fn look(&mut self, meanwhile: &mut dyn Meanwhile) -> Result<()> {
         let peer = self.peer;
-        // What is done meanwhile is done without the desk, which may change then: nobody waits without another look.
-        let (mut spin, mut idle) = (peer.spins.begin(), false);
-        let mut desk = peer.desk();
+        let (mut spin, mut counter) = (peer.spins.begin(), peer.counter());
         loop {
             peer.fate.check()?;
-            let (arrival, word) = desk.look(self.tag);
+            let (arrival, word) = counter.desk.look(self.tag);
             match arrival {
                 Arrival::Piece(bytes) => {
                     spin.found();
@@ -443,47 +432,35 @@ impl TcpIncoming<'_> {
                 }
                 Arrival::OtherLength(sent) => return Err(peer.other_length(self.tag, sent, self.length)),
                 Arrival::Data => {
-                    drop(desk);
+                    drop(counter);
                     self.state = Receiving::Streams;
                     return word.map_or(Ok(()), |word| peer.tell(&word, &[], &mut Progress::default()));
                 }
-                Arrival::NotYet if desk.left => return Err(peer.has_left(self.tag)),
-                Arrival::NotYet => {}
-            }
-            if !idle {
-                drop(desk);
-                idle = !meanwhile.advance() && !spin.again();
-                if idle {
-                    meanwhile.part();
+                Arrival::NotYet if counter.desk.left => return Err(peer.has_left(self.tag)),
+                Arrival::NotYet if Instant::now() >= self.until => {
+                    return Err(peer.late(self.tag, "did not send it"));
                 }
-                desk = peer.desk();
-                continue;
+                Arrival::NotYet => counter = peer.wait(counter, &mut spin, self.until, meanwhile),
             }
-            let wait = self.until.saturating_duration_since(Instant::now());
-            if wait.is_zero() {
-                return Err(peer.late(self.tag, "did not send it"));
-            }
-            idle = false;
-            desk = peer.changed.wait_timeout(desk, wait).expect("nobody panics with a desk").0;
         }
     }
 
     fn next_frame(&mut self, meanwhile: &mut dyn Meanwhile) -> Result<()> {
         let (peer, tag, until) = (self.peer, self.tag, self.until);
         let lane = stream_of(tag, self.offset, peer.lanes.len());
-        let go_on = || peer.worth_waiting(until).is_ok() && peer.desk().other_length(tag).is_none();
-        let expected = |header: &Header| peer.desk().expects_data(header);
+        let go_on = || peer.worth_waiting(until).is_ok() && peer.counter().desk.other_length(tag).is_none();
+        let expected = |header: &Header| peer.counter().desk.expects_data(header);
         let next = peer.lanes[lane].next(tag, peer.tick, go_on, expected, meanwhile);
         let (header, source) = match next {
             Ok(next) => next,
             Err(trouble) => {
-                if let Some(sent) = peer.desk().other_length(tag) {
+                if let Some(sent) = peer.counter().desk.other_length(tag) {
                     return Err(peer.other_length(tag, sent, self.length));
                 }
                 return Err(peer.trouble(trouble, tag, until));
             }
         };
-        let judged = peer.desk().take_data(&header);
+        let judged = peer.counter().desk.take_data(&header);
         self.state = Receiving::Frame { lane, source: Box::new(source), left: header.length as usize };
         judged.map_err(|violation| peer.broke_rules(violation))
     }
@@ -493,7 +470,7 @@ impl Drop for TcpIncoming<'_> {
     fn drop(&mut self) {
         self.end_frame();
         let credit = {
-            let mut desk = self.peer.desk();
+            let desk = &mut self.peer.counter().desk;
             desk.done(self.tag);
             desk.credit()
         };

@@ -1,5 +1,6 @@
-//! One peer's life. Two threads serve it: one reads control frames and judges its silence, the other sends heartbeats,
-//! and at the end goodbye or the reason. Everything else is done by the threads that send and receive.
+//! One peer's life. Its control frames are read, and its silence judged, by whoever waits for one of them, and by a thread of
+//! its own while nobody does. Another thread sends heartbeats, and at the end goodbye or the reason. Everything else is done
+//! by the threads that send and receive.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,36 +8,57 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use super::ear::Ear;
 use super::join::{Connections, TICK_MAX};
-use super::lane::{Lane, Trouble, closed, read_some};
+use super::lane::{Lane, Trouble, closed};
 use super::sink::Sink;
-use super::spin::{Leisure, Spins};
-use super::stream::Reading;
+use super::spin::{Leisure, Spin, Spins};
 use crate::desk::{Desk, Heard};
 use crate::error::{Error, Result};
 use crate::fabric::Tag;
 use crate::fate::Fate;
+use crate::link::{Meanwhile, Nothing};
 use crate::pace::{Pacer, Progress};
 use crate::settings::Settings;
-use crate::wire::{HEADER_BYTES, Header, Kind, REASON_BYTES_MAX, Violation};
+use crate::wire::{Header, Kind, REASON_BYTES_MAX, Violation};
 
 /// A shorter silence is no sign of anything.
 pub const DEADLINE_MIN: Duration = Duration::from_millis(100);
+
+/// Where nobody has waited for so long the thread of control frames listens: until then those who wait do, and it would only be
+/// in their way.
+const STANDBY: Duration = Duration::from_millis(10);
+
+/// Where those meet who wait for a word of the peer.
+pub struct Counter {
+    pub desk: Desk,
+    /// Away while somebody listens, and for good once there is nothing more to hear.
+    ear: Option<Ear>,
+    is_deaf: bool,
+    /// The ear is away only for a look.
+    is_looking: bool,
+    /// How often the desk has changed by what was heard.
+    changes: u64,
+    /// When somebody last waited here.
+    attended: Option<Instant>,
+    /// Threads that wait for others to listen: without any there is nobody to wake, which would be a call of the system.
+    waiting: usize,
+}
 
 pub struct Peer {
     own_rank: usize,
     rank: usize,
     names: Vec<String>,
     pub fate: Arc<Fate>,
-    desk: Mutex<Desk>,
-    pub changed: Condvar,
+    counter: Mutex<Counter>,
+    changed: Condvar,
     /// Of those who wait for the desk to change.
     pub spins: Spins,
     pub control: Sink,
     pub data: Vec<Sink>,
     pub lanes: Vec<Lane>,
     closing: AtomicBool,
-    /// Wakes the thread of heartbeats.
+    /// Wakes the threads of heartbeats and of control frames.
     pulse: (Mutex<()>, Condvar),
     deadline: Duration,
     pub message_deadline: Duration,
@@ -66,13 +88,22 @@ impl Peer {
         }
         let mut incoming = connections.incoming.into_iter();
         let (control, data) = (sinks.remove(0), sinks);
-        let reading = incoming.next().expect("control comes first");
+        let ear = Ear::new(incoming.next().expect("control comes first"));
+        let desk = Desk::default();
         let peer = Arc::new(Peer {
             own_rank,
             rank,
             names,
             fate: fate.clone(),
-            desk: Mutex::default(),
+            counter: Mutex::new(Counter {
+                desk,
+                ear: Some(ear),
+                is_deaf: false,
+                is_looking: false,
+                changes: 0,
+                attended: None,
+                waiting: 0,
+            }),
             changed: Condvar::new(),
             spins: Spins::new(leisure),
             control,
@@ -92,7 +123,7 @@ impl Peer {
         }));
         let (listener, beater) = (peer.clone(), peer.clone());
         let named = |what: &str| thread::Builder::new().name(format!("shoal-net {what} {rank}"));
-        threads.push(named("control").spawn(move || listener.listen(reading)).map_err(unable)?);
+        threads.push(named("control").spawn(move || listener.stand_by()).map_err(unable)?);
         threads.push(named("pulse").spawn(move || beater.beat()).map_err(unable)?);
         Ok((peer, threads))
     }
@@ -111,7 +142,7 @@ impl Peer {
 
     fn wake(&self) {
         // Taking a lock orders this after the check of whoever is about to wait.
-        drop(self.desk());
+        drop(self.counter());
         self.changed.notify_all();
         drop(self.pulse.0.lock().expect("nobody panics with it"));
         self.pulse.1.notify_all();
@@ -121,8 +152,8 @@ impl Peer {
         &self.names[self.rank]
     }
 
-    pub fn desk(&self) -> MutexGuard<'_, Desk> {
-        self.desk.lock().expect("nobody panics with a desk")
+    pub fn counter(&self) -> MutexGuard<'_, Counter> {
+        self.counter.lock().expect("nobody panics at a counter")
     }
 
     pub fn lost(&self, why: String) -> Error {
@@ -149,19 +180,19 @@ impl Peer {
     /// is waited for, and the connection itself is the reason only if that hears nothing.
     pub fn verdict(&self, tag: Tag, why: String) -> Error {
         let until = Instant::now() + self.deadline;
-        let mut desk = self.desk();
+        let (mut spin, mut counter) = (self.spins.begin(), self.counter());
         loop {
             if let Err(failure) = self.fate.check() {
                 return failure;
             }
-            if desk.left {
+            if counter.desk.left {
                 return self.has_left(tag);
             }
             if Instant::now() >= until {
-                drop(desk);
+                drop(counter);
                 return self.lost(why);
             }
-            desk = self.changed.wait_timeout(desk, self.tick).expect("nobody panics with a desk").0;
+            counter = self.wait(counter, &mut spin, until, &mut Nothing);
         }
     }
 
@@ -241,52 +272,113 @@ impl Peer {
         (header, payload)
     }
 
-    /// The thread of control frames.
-    fn listen(&self, mut reading: Reading) {
-        let mut heard = Instant::now();
-        let mut bytes = [0; HEADER_BYTES];
-        loop {
-            let read = self.fill(&mut reading, &mut bytes, &mut heard).and_then(|()| {
-                let header = Header::decode(&bytes).map_err(Trouble::Violation)?;
-                let mut payload = vec![0; header.length as usize];
-                self.fill(&mut reading, &mut payload, &mut heard)?;
-                self.desk().accept(&header, payload).map_err(Trouble::Violation)
-            });
-            match read {
-                Ok(Heard::Nothing) => {}
-                Ok(Heard::Changed) => self.changed.notify_all(),
-                Ok(Heard::Abort { culprit, by, reason }) => return self.hear_abort(culprit, by, reason),
-                Err(Trouble::Stopped) if self.fate.failed() || self.closing.load(Ordering::SeqCst) => return,
-                // Who has said goodbye owes nothing more.
-                Err(Trouble::Stopped | Trouble::Closed(_)) if self.desk().left => {
-                    return self.changed.notify_all();
-                }
-                Err(Trouble::Stopped) => {
-                    let silence = heard.elapsed().as_secs_f64();
-                    return drop(self.lost(format!("nothing was heard of it for {silence:.1} s")));
-                }
-                Err(Trouble::Closed(why)) => return drop(self.lost(why)),
-                Err(Trouble::Violation(violation)) => return drop(self.broke_rules(violation)),
-            }
+    /// Waits until what was seen at the counter may have changed, or until then; what there is to do meanwhile is done first. Who
+    /// finds nobody listening listens.
+    pub fn wait<'a>(
+        &'a self,
+        mut counter: MutexGuard<'a, Counter>,
+        spin: &mut Spin,
+        until: Instant,
+        meanwhile: &mut dyn Meanwhile,
+    ) -> MutexGuard<'a, Counter> {
+        counter.attended = Some(Instant::now());
+        let seen = counter.changes;
+        counter = self.listen(counter, Duration::ZERO);
+        if counter.changes != seen {
+            return counter;
         }
+        drop(counter);
+        // Without the ear, for it may be waited for there too.
+        if meanwhile.advance() || spin.again() {
+            return self.counter();
+        }
+        meanwhile.part();
+        counter = self.counter();
+        let patience = until.saturating_duration_since(Instant::now());
+        if counter.changes != seen || self.fate.failed() || patience.is_zero() {
+            return counter;
+        }
+        if counter.ear.is_some() {
+            return self.listen(counter, patience.min(self.tick));
+        }
+        if counter.is_looking {
+            // It is back at once, and who only looked wakes nobody.
+            drop(counter);
+            thread::yield_now();
+            return self.counter();
+        }
+        counter.waiting += 1;
+        counter = self.changed.wait_timeout(counter, patience).expect("nobody panics at a counter").0;
+        counter.waiting -= 1;
+        counter
     }
 
-    fn fill(
-        &self,
-        reading: &mut Reading,
-        into: &mut [u8],
-        heard: &mut Instant,
-    ) -> std::result::Result<(), Trouble> {
-        let mut filled = 0;
-        while filled < into.len() {
-            let mut go_on = || {
-                let silent = heard.elapsed() >= self.deadline;
-                !silent && !self.fate.failed() && !self.closing.load(Ordering::SeqCst)
-            };
-            filled += read_some(reading, &mut into[filled..], &mut go_on)?;
-            *heard = Instant::now();
+    /// Takes in the next frame if it comes before that much time has passed, unless somebody else is listening.
+    fn listen<'a>(
+        &'a self,
+        mut counter: MutexGuard<'a, Counter>,
+        patience: Duration,
+    ) -> MutexGuard<'a, Counter> {
+        let Some(mut ear) = counter.ear.take() else { return counter };
+        let only_looks = patience.is_zero();
+        counter.is_looking = only_looks;
+        drop(counter);
+        let next = ear.next(patience);
+        counter = self.counter();
+        counter.is_looking = false;
+        let silence = ear.silence();
+        let heard = match next {
+            Ok(Some((header, payload))) => counter.desk.accept(&header, payload).map_err(Trouble::Violation),
+            Ok(None) if !only_looks && silence >= self.deadline => Err(Trouble::Stopped),
+            Ok(None) => Ok(Heard::Nothing),
+            Err(trouble) => Err(trouble),
+        };
+        let is_news = !matches!(heard, Ok(Heard::Nothing));
+        counter.changes += u64::from(is_news);
+        if counter.waiting > 0 && (is_news || !only_looks) {
+            self.changed.notify_all();
         }
-        Ok(())
+        if let Ok(Heard::Nothing | Heard::Changed) = heard {
+            counter.ear = Some(ear);
+            return counter;
+        }
+        counter.is_deaf = true;
+        let has_left = counter.desk.left;
+        // Whatever ends the fabric wakes everyone who waits here.
+        drop(counter);
+        match heard {
+            Ok(Heard::Nothing | Heard::Changed) => {}
+            // Who has said goodbye owes nothing more.
+            Err(Trouble::Stopped | Trouble::Closed(_)) if has_left => {}
+            Ok(Heard::Abort { culprit, by, reason }) => self.hear_abort(culprit, by, reason),
+            Err(Trouble::Stopped) => {
+                drop(self.lost(format!("nothing was heard of it for {:.1} s", silence.as_secs_f64())));
+            }
+            Err(Trouble::Closed(why)) => drop(self.lost(why)),
+            Err(Trouble::Violation(violation)) => drop(self.broke_rules(violation)),
+        }
+        self.counter()
+    }
+
+    /// The thread of control frames, for those that nobody waits for.
+    fn stand_by(&self) {
+        let standby = STANDBY.min(self.tick);
+        loop {
+            let counter = self.counter();
+            if counter.is_deaf || self.fate.failed() || self.closing.load(Ordering::SeqCst) {
+                return;
+            }
+            let is_attended = counter.attended.is_some_and(|attended| attended.elapsed() < standby);
+            if counter.ear.is_some() && !is_attended {
+                drop(self.listen(counter, self.tick));
+                continue;
+            }
+            drop(counter);
+            let pulse = self.pulse.0.lock().expect("nobody panics with it");
+            if !self.fate.failed() && !self.closing.load(Ordering::SeqCst) {
+                drop(self.pulse.1.wait_timeout(pulse, standby).expect("nobody panics with it"));
+            }
+        }
     }
 
     fn hear_abort(&self, culprit: Option<usize>, by: usize, reason: String) {

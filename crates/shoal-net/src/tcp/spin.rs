@@ -1,7 +1,8 @@
 //! Looking again before sleeping. What a waiting thread waits for is often microseconds away, and to sleep and be woken takes
 //! tens of them, more on a virtual machine. So it looks again for a moment, and lets others run between two looks. It does so
-//! only as long as that pays: where nothing came in that moment the next waits sleep at once, twice as many each time, and where
-//! somebody else had use for the core nobody looks again for a while.
+//! only as long as that pays: where nothing came in that moment the next waits sleep at once, twice as many each time; who finds that
+//! somebody else had use for the core sleeps, so that it wakes on another one that is free; and where somebody computes there
+//! nobody looks again for a while.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -10,8 +11,10 @@ use std::time::{Duration, Instant};
 
 /// How long to look again.
 const SPIN_MAX: Duration = Duration::from_micros(50);
-/// Who does not come back for so long after letting others run has no core to spare.
-const AWAY_MAX: Duration = Duration::from_micros(50);
+/// Who does not come back for so long after letting others run is in somebody's way.
+const AWAY_MAX: Duration = Duration::from_micros(20);
+/// And who does not for so long has no core to spare: somebody computes there.
+const COMPUTING_MIN: Duration = Duration::from_millis(1);
 /// For so many times as long nobody looks again then: to be away may take milliseconds, and must not take more than a
 /// hundredth of the time.
 const REST_RATIO: u32 = 100;
@@ -93,27 +96,37 @@ impl Spin<'_> {
     /// Lets others run; whether to look again before sleeping.
     pub fn again(&mut self) -> bool {
         let now = Instant::now();
-        match self.state {
-            State::New if self.spins.may_begin(now) => self.state = State::Since(now),
-            State::Since(begin) if now - begin < SPIN_MAX => {}
-            State::Since(_) => {
-                self.spins.found_nothing();
-                self.state = State::Over;
-                return false;
-            }
-            State::New | State::Over => {
-                self.state = State::Over;
-                return false;
-            }
+        let looks = self.goes_on(now);
+        if looks {
+            thread::yield_now();
+            self.was_away(now, Instant::now());
         }
-        thread::yield_now();
-        let back = Instant::now();
-        let away = back - now;
+        looks
+    }
+
+    fn goes_on(&mut self, now: Instant) -> bool {
+        match self.state {
+            State::New if self.spins.may_begin(now) => {
+                self.state = State::Since(now);
+                return true;
+            }
+            State::Since(begin) if now - begin < SPIN_MAX => return true,
+            State::Since(_) => self.spins.found_nothing(),
+            State::New | State::Over => {}
+        }
+        self.state = State::Over;
+        false
+    }
+
+    /// Others ran until it came back.
+    fn was_away(&mut self, since: Instant, back: Instant) {
+        let away = back - since;
         if away > AWAY_MAX {
-            self.spins.leisure.is_over(back, away);
             self.state = State::Over;
         }
-        true
+        if away > COMPUTING_MIN {
+            self.spins.leisure.is_over(back, away);
+        }
     }
 
     /// What was waited for is there.
@@ -162,14 +175,24 @@ mod tests {
 
     #[test]
     fn a_wait_looks_again_for_a_moment_only() {
-        let spins = Spins::new(&Leisure::new());
-        let begin = Instant::now();
+        let (spins, begin) = (Spins::new(&Leisure::new()), Instant::now());
         let mut spin = spins.begin();
-        while spin.again() {}
-        assert!(!spin.again());
-        // Others may have had the core, however long; then the wait was over at once.
-        assert!(begin.elapsed() >= SPIN_MAX);
-        let rests = !spins.leisure.is_there(Instant::now());
-        assert!(rests || !spins.may_begin(Instant::now()), "the next wait sleeps at once");
+        assert!(spin.goes_on(begin) && spin.goes_on(begin + SPIN_MAX / 2));
+        assert!(!spin.goes_on(begin + SPIN_MAX) && !spin.goes_on(begin));
+        assert!(!spins.may_begin(begin), "the next wait sleeps at once");
+    }
+
+    #[test]
+    fn who_is_in_the_way_of_others_sleeps_and_all_do_where_somebody_computes() {
+        let (spins, begin) = (Spins::new(&Leisure::new()), Instant::now());
+        for (away, sleeps, all_sleep) in
+            [(AWAY_MAX, false, false), (2 * AWAY_MAX, true, false), (2 * COMPUTING_MIN, true, true)]
+        {
+            let mut spin = spins.begin();
+            assert!(spin.goes_on(begin));
+            spin.was_away(begin, begin + away);
+            assert_eq!(!spin.goes_on(begin), sleeps, "{away:?}");
+            assert_eq!(!spins.may_begin(begin + away), all_sleep, "{away:?}");
+        }
     }
 }

@@ -1,0 +1,85 @@
+//! The receiving end of a control connection. Whoever waits for a word of the peer listens itself: to be woken by somebody
+//! else who does takes tens of microseconds, which is more than most words are away. A thread of its own listens only while
+//! nobody waits.
+
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::lane::{Trouble, closed};
+use super::stream::{Reading, is_tick};
+use crate::wire::{HEADER_BYTES, Header};
+
+pub struct Ear {
+    reading: Reading,
+    /// When something last came.
+    heard: Instant,
+    header: [u8; HEADER_BYTES],
+    /// The frame whose payload comes next, once its header is whole.
+    begun: Option<(Header, Vec<u8>)>,
+    /// Bytes that have come of the header, or of the payload.
+    filled: usize,
+}
+
+impl Ear {
+    pub fn new(reading: Reading) -> Ear {
+        Ear { reading, heard: Instant::now(), header: [0; HEADER_BYTES], begun: None, filled: 0 }
+    }
+
+    /// For how long nothing has come.
+    pub fn silence(&self) -> Duration {
+        self.heard.elapsed()
+    }
+
+    /// The next frame, if it is whole before that much time has passed. What came of it stays here otherwise.
+    pub fn next(&mut self, patience: Duration) -> Result<Option<(Header, Vec<u8>)>, Trouble> {
+        let until = (!patience.is_zero()).then(|| Instant::now() + patience);
+        loop {
+            let into = match &mut self.begun {
+                Some((_, payload)) => &mut payload[self.filled..],
+                None => &mut self.header[self.filled..],
+            };
+            match self.reading.read_now(into) {
+                Ok(0) => return Err(Trouble::Closed("its connection was closed".to_owned())),
+                Ok(count) => {
+                    self.heard = Instant::now();
+                    if let Some(frame) = self.take(count)? {
+                        return Ok(Some(frame));
+                    }
+                }
+                Err(error) if is_tick(&error) => {
+                    let left =
+                        until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()));
+                    if left.is_zero() {
+                        return Ok(None);
+                    }
+                    self.sleep(left);
+                }
+                Err(error) => return Err(Trouble::Closed(closed(&error))),
+            }
+        }
+    }
+
+    /// So many bytes have come; the frame, if they were its last.
+    fn take(&mut self, count: usize) -> Result<Option<(Header, Vec<u8>)>, Trouble> {
+        self.filled += count;
+        if self.begun.is_none() && self.filled == HEADER_BYTES {
+            let header = Header::decode(&self.header).map_err(Trouble::Violation)?;
+            self.begun = Some((header, vec![0; header.length as usize]));
+            self.filled = 0;
+        }
+        let filled = self.filled;
+        let whole = self.begun.take_if(|(_, payload)| payload.len() == filled);
+        if whole.is_some() {
+            self.filled = 0;
+        }
+        Ok(whole)
+    }
+
+    /// Until something comes, or that much time has passed. A signal may end it earlier, which is as good as time.
+    fn sleep(&self, time: Duration) {
+        let socket = self.reading.socket();
+        let limit = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+        let _ = poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&limit));
+    }
+}
