@@ -262,9 +262,10 @@ impl<'a> Group<'a> {
         self.tag.part(part as u64)
     }
 
+    /// Whether to go by the tree. Between two the ring is one exchange, and a tree is two.
     fn is_small<F: Form>(&self) -> bool {
-        self.slices.iter().map(ExactSizeIterator::len).sum::<usize>() * F::ITEM_BYTES
-            <= self.fabric.tree_bytes_max()
+        let bytes = self.slices.iter().map(ExactSizeIterator::len).sum::<usize>() * F::ITEM_BYTES;
+        self.size() > 2 && bytes <= self.fabric.tree_bytes_max()
     }
 
     fn gather<F: Form>(&self, form: &F, buffer: &mut [F::Item]) -> Result<()> {
