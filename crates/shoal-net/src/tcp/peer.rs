@@ -369,6 +369,8 @@ impl Peer {
                 return;
             }
             let is_attended = counter.attended.is_some_and(|attended| attended.elapsed() < standby);
+            // Who listens now may do so for long.
+            let rest = if counter.ear.is_none() { self.tick } else { standby };
             if counter.ear.is_some() && !is_attended {
                 drop(self.listen(counter, self.tick));
                 continue;
@@ -376,7 +378,7 @@ impl Peer {
             drop(counter);
             let pulse = self.pulse.0.lock().expect("nobody panics with it");
             if !self.fate.failed() && !self.closing.load(Ordering::SeqCst) {
-                drop(self.pulse.1.wait_timeout(pulse, standby).expect("nobody panics with it"));
+                drop(self.pulse.1.wait_timeout(pulse, rest).expect("nobody panics with it"));
             }
         }
     }
