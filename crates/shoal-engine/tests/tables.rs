@@ -5,6 +5,7 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -20,8 +21,8 @@ use shoal_plan::draw::{self, Draw};
 use shoal_plan::memory::{MemoryForecast, forecast_in};
 use shoal_plan::one_device::table;
 use shoal_plan::{
-    Activations, DeviceOffer, DeviceRow, GradientWire, Holder, Instruction, Layout, Op, Order, Plan, Program,
-    Purpose, Residence, StepShape, compile, verify_all,
+    Activations, DeviceOffer, DeviceRow, GradientWire, Holder, Instruction, Lane, Layout, Op, Order, Plan,
+    Program, Purpose, Residence, Samples, StepShape, compile, verify_all,
 };
 
 const STEPS: u64 = 12;
@@ -235,6 +236,64 @@ fn compare(seeds: Range<u64>, on: On, tolerance: f64) {
 #[test]
 fn any_table_trains_the_same_model() {
     compare(cases(120), On::Processor, TOLERANCE);
+}
+
+/// Each device has just its forecast, and some of what it moves to its host and back takes long.
+fn with_slow_copies(chain: &Chain, plan: &Plan, is_slow: impl Fn(usize, &Instruction) -> bool + Sync) {
+    let disk = tempfile::tempdir().unwrap();
+    let delay = |program: &Program, executor: &mut Executor| {
+        let mut durations = vec![Duration::ZERO; program.instructions.len()];
+        for next in program.instructions.iter().filter(|next| is_slow(program.device, next)) {
+            durations[next.id as usize] = Duration::from_micros(500);
+        }
+        executor.set_pace(durations);
+    };
+    together_around(plan, chain, disk.path(), On::Processor, (&delay, &|_, _| {}));
+}
+
+#[test]
+fn copies_that_take_long_take_no_more_memory_than_forecast() {
+    for seed in cases(40) {
+        let Case { chain, plan, .. } = case(seed, On::Processor);
+        let slow = |device: usize, next: &Instruction| {
+            let which = seed << 32 | (next.id as u64) << 8 | device as u64;
+            next.lane != Lane::Compute && Draw::new(which).chance(25)
+        };
+        let done = std::panic::catch_unwind(AssertUnwindSafe(|| with_slow_copies(&chain, &plan, slow)));
+        assert!(done.is_ok(), "SHOAL_SEED={seed} SHOAL_CASES=1: a device failed");
+    }
+}
+
+/// A layer's input waits to be on its host while another layer, which adds it to its own output, is done with it.
+#[test]
+fn an_input_on_its_way_to_the_host_counts_though_all_others_are_done_with_it() {
+    let mut draw = Draw::new(1);
+    let mut chain = loop {
+        let (chain, _) = draw::model(&mut draw);
+        if chain.has_batch_norm() {
+            break chain;
+        }
+    };
+    chain.set_norm_group(Some(1));
+    let shape = StepShape { global_batch: 5, sequence: 1, precision: Precision::Fp32, ..StepShape::ADAM };
+    let budget_bytes = HOST_BYTES + On::Processor.workspace_bytes();
+    let offer = DeviceOffer {
+        name: "alone".into(),
+        budget_bytes,
+        workspace_bytes: On::Processor.workspace_bytes(),
+        rows_enough: CpuDevice::ROWS_ENOUGH,
+    };
+    let mut plan = table(&chain, shape, &offer, 1, Activations::Recompute, false);
+    // The step is highest where the last micro-batch, which is larger, has just begun.
+    plan.order = Order::Gpipe;
+    for compute in plan.layers.iter_mut().flat_map(|row| &mut row.compute) {
+        compute.micro_batches.truncate(3);
+        compute.micro_batches.push(Samples { start: 3, end: 5 });
+    }
+    // The last but one: its block adds what it takes to what the last layer makes.
+    let added_to = chain.layers.iter().rposition(|layer| layer.inputs.len() > 1).unwrap();
+    plan.layers[added_to - 1].compute[0].activations = Activations::Offload;
+    with_slow_copies(&chain, &plan, |_, next| matches!(next.op, Op::Offload { .. }));
 }
 
 #[test]

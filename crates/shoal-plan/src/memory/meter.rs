@@ -347,8 +347,9 @@ impl<'a> Meter<'a> {
                 Phase { peak: gain, gain, loss: 0 }
             }
             Op::Offload { layer, samples } => {
-                let inputs = self.first_inputs(layer, 1);
-                Phase { peak: 0, gain: 0, loss: self.let_go(layer, inputs, samples) }
+                let loss = self.let_go(layer, self.first_inputs(layer, 1), samples);
+                // Others that have it too may let go of it while it is still on its way.
+                Phase { peak: self.kept_input(layer, samples) - loss, gain: 0, loss }
             }
             Op::Restore { layer, samples } => {
                 let gain = self.kept_input(layer, samples);
