@@ -83,3 +83,51 @@ impl Ear {
         let _ = poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&limit));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+    use crate::fabric::Tag;
+    use crate::wire::Kind;
+
+    const LONG: Duration = Duration::from_secs(10);
+
+    fn pair() -> (TcpStream, Ear) {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("loopback is there");
+        let writing = TcpStream::connect(listener.local_addr().expect("it listens")).expect("it listens");
+        let (reading, _) = listener.accept().expect("somebody came");
+        (writing, Ear::new(Reading::Plain(reading)))
+    }
+
+    #[test]
+    fn frames_come_in_any_pieces_and_one_at_a_time() {
+        let (mut writing, mut ear) = pair();
+        assert!(matches!(ear.next(Duration::ZERO), Ok(None)), "a look does not wait");
+        let eager = Header { kind: Kind::Eager, tag: Tag(7), total: 3, offset: 0, length: 3 };
+        let bytes: Vec<u8> = eager.encode().into_iter().chain([1, 2, 3]).collect();
+        // One byte short, looked at after each: what came stays.
+        for byte in &bytes[..bytes.len() - 1] {
+            writing.write_all(&[*byte]).expect("it is taken");
+            assert!(matches!(ear.next(Duration::from_millis(1)), Ok(None)));
+        }
+        // The last, and another frame with it.
+        let heartbeat = Header::new(Kind::Heartbeat);
+        writing.write_all(&[&bytes[bytes.len() - 1..], &heartbeat.encode()].concat()).expect("it is taken");
+        let Ok(Some((header, payload))) = ear.next(LONG) else { panic!("the frame is whole") };
+        assert_eq!((header, payload), (eager, vec![1, 2, 3]));
+        let Ok(Some((header, payload))) = ear.next(LONG) else { panic!("so is the next") };
+        assert_eq!((header, payload), (heartbeat, vec![]));
+        drop(writing);
+        assert!(matches!(ear.next(LONG), Err(Trouble::Closed(_))));
+    }
+
+    #[test]
+    fn what_is_no_frame_is_said_to_be_none() {
+        let (mut writing, mut ear) = pair();
+        writing.write_all(&[0xff; HEADER_BYTES]).expect("it is taken");
+        assert!(matches!(ear.next(LONG), Err(Trouble::Violation(_))));
+    }
+}
