@@ -35,7 +35,7 @@ const WAIT_MAX: Duration = Duration::from_secs(120);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Model {
-    /// With steps of a fifth of a second or so: fifty faults, of a second each, are over before the last of them.
+    /// With steps of a fifth of a second or so: 500 of them last longer than fifty faults of a second each.
     Tiny,
     /// 384 wide, six layers and heads: the one whose 500 steps docs/validation.md is about.
     Mini,

@@ -76,6 +76,13 @@ impl On {
         }
     }
 
+    /// With room for all that these tests do.
+    fn offer(self, name: &str) -> DeviceOffer {
+        let workspace_bytes = self.workspace_bytes();
+        let budget_bytes = HOST_BYTES + workspace_bytes;
+        DeviceOffer { name: name.into(), budget_bytes, workspace_bytes, rows_enough: CpuDevice::ROWS_ENOUGH }
+    }
+
     fn open(self, name: &str, budget: u64) -> Arc<dyn Device> {
         match self {
             // NaN in fresh memory: a read of something nothing wrote shows.
@@ -89,16 +96,10 @@ impl On {
 
 /// The losses of one device that has all.
 fn alone(chain: &Chain, shape: StepShape, on: On) -> Vec<f64> {
-    let budget_bytes = HOST_BYTES + on.workspace_bytes();
-    let offer = DeviceOffer {
-        name: "alone".into(),
-        budget_bytes,
-        workspace_bytes: on.workspace_bytes(),
-        rows_enough: CpuDevice::ROWS_ENOUGH,
-    };
+    let offer = on.offer("alone");
     let plan = table(chain, shape, &offer, shape.global_batch, Activations::Keep, false);
     let program = compile(&plan, chain, Purpose::Train).unwrap().remove(0);
-    let device = on.open("alone", budget_bytes);
+    let device = on.open("alone", offer.budget_bytes);
     let mut state =
         ModelState::allocate(&*device, chain, shape.sequence, shape.precision, Some(&optimizer())).unwrap();
     state.fill(&*device, chain, fill).unwrap();
@@ -276,14 +277,7 @@ fn an_input_on_its_way_to_the_host_counts_though_all_others_are_done_with_it() {
     };
     chain.set_norm_group(Some(1));
     let shape = StepShape { global_batch: 5, sequence: 1, precision: Precision::Fp32, ..StepShape::ADAM };
-    let budget_bytes = HOST_BYTES + On::Processor.workspace_bytes();
-    let offer = DeviceOffer {
-        name: "alone".into(),
-        budget_bytes,
-        workspace_bytes: On::Processor.workspace_bytes(),
-        rows_enough: CpuDevice::ROWS_ENOUGH,
-    };
-    let mut plan = table(&chain, shape, &offer, 1, Activations::Recompute, false);
+    let mut plan = table(&chain, shape, &On::Processor.offer("alone"), 1, Activations::Recompute, false);
     // The step is highest where the last micro-batch, which is larger, has just begun.
     plan.order = Order::Gpipe;
     for compute in plan.layers.iter_mut().flat_map(|row| &mut row.compute) {
@@ -317,13 +311,7 @@ fn spilled(precision: Precision, on: On) -> [Vec<f64>; 2] {
         }
     };
     let shape = StepShape { precision, ..draw::step(&mut draw, sequence) };
-    let budget_bytes = HOST_BYTES + on.workspace_bytes();
-    let offer = DeviceOffer {
-        name: "spilled".into(),
-        budget_bytes,
-        workspace_bytes: on.workspace_bytes(),
-        rows_enough: CpuDevice::ROWS_ENOUGH,
-    };
+    let offer = on.offer("spilled");
     let mut plan = table(&chain, shape, &offer, shape.global_batch, Activations::Keep, false);
     for row in &mut plan.tensors {
         row.gradient.iter_mut().chain(&mut row.optimizer).for_each(|held| held.holder = Holder::Host(0));

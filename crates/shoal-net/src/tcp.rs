@@ -1,7 +1,7 @@
 //! Workers on a network. Between two workers stand, in each direction, one connection for control and several for data,
 //! each used in its direction only: reading and writing never wait for each other, and neither does TLS. Small frames
-//! and small messages go over control, where whoever waits for one reads them as they come. Large messages are cut into stripes over
-//! the data streams, which the receiving threads read themselves, straight into their callers' memory.
+//! and small messages go over control, where whoever waits for one reads them as they come. Large messages are cut into
+//! stripes over the data streams, which the receiving threads read themselves, straight into their callers' memory.
 //!
 //! - `stream`: one connection, plain or TLS.
 //! - `reception`: a worker's port, and which fabric a connection is for.

@@ -40,7 +40,7 @@ impl Ear {
                 None => &mut self.header[self.filled..],
             };
             match self.reading.read_now(into) {
-                Ok(0) => return Err(Trouble::Closed("its connection was closed".to_owned())),
+                Ok(0) => return Err(Trouble::ended()),
                 Ok(count) => {
                     self.heard = Instant::now();
                     if let Some(frame) = self.take(count)? {

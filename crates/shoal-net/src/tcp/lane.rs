@@ -47,6 +47,13 @@ pub enum Trouble {
     Stopped,
 }
 
+impl Trouble {
+    /// The peer has closed the connection.
+    pub fn ended() -> Trouble {
+        Trouble::Closed("its connection was closed".to_owned())
+    }
+}
+
 impl Lane {
     pub fn new(reading: Reading, leisure: &Leisure) -> Lane {
         let source = Source { reading, spins: Spins::new(leisure), header: [0; HEADER_BYTES], filled: 0 };
@@ -152,7 +159,7 @@ pub fn read_meanwhile(
     let mut spin = spins.begin();
     loop {
         match reading.read_now(into) {
-            Ok(0) => return Err(Trouble::Closed("its connection was closed".to_owned())),
+            Ok(0) => return Err(Trouble::ended()),
             Ok(count) => {
                 spin.found();
                 return Ok(count);
@@ -175,7 +182,7 @@ pub fn read_some(
 ) -> Result<usize, Trouble> {
     loop {
         match reading.read(into) {
-            Ok(0) => return Err(Trouble::Closed("its connection was closed".to_owned())),
+            Ok(0) => return Err(Trouble::ended()),
             Ok(count) => return Ok(count),
             Err(error) if is_tick(&error) => {
                 if !go_on() {

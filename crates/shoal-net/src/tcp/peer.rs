@@ -247,10 +247,15 @@ impl Peer {
                 self.data.iter().for_each(Sink::close);
                 return;
             }
-            let pulse = self.pulse.0.lock().expect("nobody panics with it");
-            if !self.fate.failed() && !self.closing.load(Ordering::SeqCst) {
-                drop(self.pulse.1.wait_timeout(pulse, self.deadline / 4).expect("nobody panics with it"));
-            }
+            self.rest(self.deadline / 4);
+        }
+    }
+
+    /// Sleeps so long, unless the end begins.
+    fn rest(&self, time: Duration) {
+        let pulse = self.pulse.0.lock().expect("nobody panics with it");
+        if !self.fate.failed() && !self.closing.load(Ordering::SeqCst) {
+            drop(self.pulse.1.wait_timeout(pulse, time).expect("nobody panics with it"));
         }
     }
 
@@ -369,17 +374,14 @@ impl Peer {
                 return;
             }
             let is_attended = counter.attended.is_some_and(|attended| attended.elapsed() < standby);
-            // Who listens now may do so for long.
-            let rest = if counter.ear.is_none() { self.tick } else { standby };
-            if counter.ear.is_some() && !is_attended {
+            let is_listening = counter.ear.is_none();
+            if !is_listening && !is_attended {
                 drop(self.listen(counter, self.tick));
                 continue;
             }
             drop(counter);
-            let pulse = self.pulse.0.lock().expect("nobody panics with it");
-            if !self.fate.failed() && !self.closing.load(Ordering::SeqCst) {
-                drop(self.pulse.1.wait_timeout(pulse, rest).expect("nobody panics with it"));
-            }
+            // Who listens now may do so for long.
+            self.rest(if is_listening { self.tick } else { standby });
         }
     }
 

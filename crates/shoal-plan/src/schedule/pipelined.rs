@@ -217,15 +217,18 @@ impl<'a, 'b> Pipeline<'a, 'b> {
         for (worker, row) in self.workers.iter_mut().zip(&layout.plan.devices) {
             worker.most_stashed = row.stash.unwrap_or(worker.most_stashed);
         }
-        if layout.has_branches() || !self.lists.trains() {
-            return;
+        if self.lists.trains() && !layout.has_branches() {
+            self.give_leeway();
         }
-        // Only what comes from another device is late: activations to one end of an edge, gradients to the other.
+    }
+
+    /// Only what comes from another device is late: activations to one end of an edge, gradients to the other.
+    fn give_leeway(&mut self) {
+        let rows = &self.lists.layout.plan.devices;
         for edge in &self.edges {
             let ends = [edge.from, edge.to].map(|unit| self.units[unit].device);
             if ends[0] != ends[1] {
-                ends.iter()
-                    .for_each(|device| self.workers[*device].leeway = layout.plan.devices[*device].leeway);
+                ends.iter().for_each(|device| self.workers[*device].leeway = rows[*device].leeway);
             }
         }
     }
