@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::{HOST_BYTES, RandomBatch, classes, fill};
 use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome, Tiers, Traced};
-use shoal_kernels::{CpuDevice, Device, Tensor};
+use shoal_kernels::{CpuDevice, Device, LateDevice, Lateness, Tensor};
 use shoal_model::{Chain, Precision, presets};
 use shoal_net::{Fabric, Settings, in_process};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings};
@@ -62,8 +62,20 @@ impl Member {
     ) -> Member {
         let (index, budget) = (program.device, forecast_in(program, layout).total());
         let device = Arc::new(CpuDevice::new(&format!("device {index}"), 1, budget).unwrap());
-        let host = CpuDevice::new(&format!("host of device {index}"), 1, host_bytes).unwrap();
-        let tiers = Tiers::new(device, Arc::new(host), disk).unwrap();
+        Member::on(device, layout, program, fabric, disk, host_bytes)
+    }
+
+    fn on(
+        device: Arc<dyn Device>,
+        layout: &Layout,
+        program: &Program,
+        fabric: Option<Arc<Fabric>>,
+        disk: &Path,
+        host_bytes: u64,
+    ) -> Member {
+        let index = program.device;
+        let host = format!("host of device {index}");
+        let tiers = Tiers::around(device, &host, 1, host_bytes, disk).unwrap();
         let mut state = ModelState::allocate_share(&tiers, layout, index, Some(&optimizer())).unwrap();
         state.load(&tiers, layout.chain, &[], 0, |spec, _, out| fill(spec, out)).unwrap();
         let (chain, sequence) = (layout.chain.clone(), layout.plan.sequence);
@@ -94,8 +106,15 @@ impl Member {
     }
 }
 
-/// The losses and the last state of every device of a table.
-fn trained(plan: &Plan, chain: &Chain, disk: &Path, leaves_updates: bool) -> Vec<(Vec<u64>, Bits)> {
+/// The losses and the last state of every device of a table; of devices that work behind the host's back, where a lateness
+/// is given.
+fn trained(
+    plan: &Plan,
+    chain: &Chain,
+    disk: &Path,
+    leaves_updates: bool,
+    lateness: Option<Lateness>,
+) -> Vec<(Vec<u64>, Bits)> {
     let layout = Layout::new(plan, chain);
     let programs = compile(plan, chain, Purpose::Train).unwrap();
     verify_all(&programs, plan, chain, Purpose::Train).unwrap();
@@ -106,7 +125,16 @@ fn trained(plan: &Plan, chain: &Chain, disk: &Path, leaves_updates: bool) -> Vec
             .map(|(program, fabric)| {
                 let layout = &layout;
                 scope.spawn(move || {
-                    let mut member = Member::new(layout, program, Some(fabric), disk);
+                    let late = |lateness: Lateness| {
+                        let name = format!("device {}", program.device);
+                        let budget = forecast_in(program, layout).total() - CpuDevice::workspace_bytes(1);
+                        Arc::new(LateDevice::new(&name, budget, lateness).unwrap())
+                    };
+                    let fabric = Some(fabric);
+                    let mut member = match lateness.map(late) {
+                        Some(device) => Member::on(device, layout, program, fabric, disk, HOST_BYTES),
+                        None => Member::new(layout, program, fabric, disk),
+                    };
                     let losses = (0..STEPS).map(|step| {
                         member.step(layout, program, step, leaves_updates).unwrap().loss().to_bits()
                     });
@@ -140,8 +168,11 @@ fn no_bit_differs_from_steps_that_wait_for_their_updates() {
                 *left_behind.entry(if of_disk { "disk" } else { "host" }).or_default() += 1;
             }
         }
-        let [waits, leaves] = [false, true].map(|leaves| trained(&plan, &chain, disk.path(), leaves));
-        assert!(waits == leaves, "seed {seed}");
+        let train = |leaves: bool, lateness| trained(&plan, &chain, disk.path(), leaves, lateness);
+        let waits = train(false, None);
+        for lateness in [None, Some(Lateness::UntilAsked), Some(Lateness::Random(seed))] {
+            assert!(waits == train(true, lateness), "seed {seed}, {lateness:?}");
+        }
     }
     assert!(left_behind["host"] > 100 && left_behind["disk"] > 100, "{left_behind:?}");
 }

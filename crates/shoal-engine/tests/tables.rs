@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use common::{HOST_BYTES, RandomBatch, classes, fill};
 use shoal_engine::partners::partners;
-use shoal_engine::{EngineError, Executor, ModelState, StepInput, StepOutcome, Tiers, Traced};
-use shoal_kernels::{Arena, CpuDevice, CudaDevice, Device};
+use shoal_engine::{EngineError, Executor, ModelState, Replay, StepInput, StepOutcome, Tiers, Traced};
+use shoal_kernels::{Arena, CpuDevice, CudaDevice, Device, LateDevice, Lateness};
 use shoal_model::{Chain, Precision, presets};
 use shoal_net::{Fabric, Settings, in_process};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings};
@@ -44,12 +44,22 @@ fn optimizer() -> OptimizerSettings {
 fn train(
     executor: &mut Executor,
     steps: u64,
+    run: impl FnMut(&mut Executor, &StepInput) -> Result<StepOutcome, EngineError>,
+) -> Result<Vec<f64>, EngineError> {
+    train_over(executor, steps, steps, run)
+}
+
+/// Over so many batches, in turn.
+fn train_over(
+    executor: &mut Executor,
+    steps: u64,
+    batches: u64,
     mut run: impl FnMut(&mut Executor, &StepInput) -> Result<StepOutcome, EngineError>,
 ) -> Result<Vec<f64>, EngineError> {
     let (settings, classes) = (optimizer(), classes(executor.chain()));
     let mut losses = Vec::new();
     for step in 0..steps {
-        let batch = RandomBatch { classes, step };
+        let batch = RandomBatch { classes, step: step % batches };
         // Updates in other memories go on beside the next step.
         let input = StepInput {
             leaves_updates: step + 1 < steps,
@@ -65,6 +75,8 @@ fn train(
 #[derive(Clone, Copy, PartialEq)]
 enum On {
     Processor,
+    /// A processor that works behind the host's back.
+    Late(Lateness),
     Gpu,
 }
 
@@ -72,6 +84,7 @@ impl On {
     fn workspace_bytes(self) -> u64 {
         match self {
             On::Processor => CpuDevice::workspace_bytes(1),
+            On::Late(_) => 0,
             On::Gpu => CudaDevice::workspace_bytes(),
         }
     }
@@ -89,6 +102,7 @@ impl On {
             On::Processor => {
                 Arc::new(CpuDevice::with_arena(Arena::poisoned(name, budget).unwrap(), 1).unwrap())
             }
+            On::Late(lateness) => Arc::new(LateDevice::new(name, budget, lateness).unwrap()),
             On::Gpu => Arc::new(CudaDevice::new(name, 0, budget).unwrap().with_deterministic(true)),
         }
     }
@@ -288,6 +302,69 @@ fn an_input_on_its_way_to_the_host_counts_though_all_others_are_done_with_it() {
     let added_to = chain.layers.iter().rposition(|layer| layer.inputs.len() > 1).unwrap();
     plan.layers[added_to - 1].compute[0].activations = Activations::Offload;
     with_slow_copies(&chain, &plan, |_, next| matches!(next.op, Op::Offload { .. }));
+}
+
+/// As GPUs do. Whatever the engine asks of a device in the wrong order, or looks at before it is there, shows: the numbers are
+/// those of a processor that has done everything when it is asked, to the bit.
+#[test]
+fn a_device_behind_the_hosts_back_trains_the_same_model() {
+    let disk = tempfile::tempdir().unwrap();
+    for seed in cases(60) {
+        let mut draw = Draw::new(seed);
+        let lateness = if draw.chance(50) { Lateness::UntilAsked } else { Lateness::Random(seed) };
+        let replay = draw.of(&[Replay::Nothing, Replay::Step, Replay::Instruction]);
+        let again = format!("SHOAL_SEED={seed} SHOAL_CASES=1, {lateness:?}, {replay:?}");
+        let train = |on: On| {
+            let Case { chain, plan, .. } = case(seed, on);
+            let before = |_: &Program, executor: &mut Executor| executor.set_replay(replay);
+            together_around(&plan, &chain, disk.path(), on, (&before, &|_, _| {}))
+        };
+        let expected = train(On::Processor);
+        let found = std::panic::catch_unwind(AssertUnwindSafe(|| train(On::Late(lateness))));
+        let found = found.unwrap_or_else(|_| panic!("{again}: a device failed"));
+        assert_eq!(found, expected, "{again}");
+    }
+}
+
+/// One device with all of a model, as a run of its own has it and as a table's only device: what it has noted down of earlier
+/// steps gives the same bits as asking for everything again.
+#[test]
+fn a_step_that_is_noted_down_trains_the_same_model() {
+    for (seed, by_table) in cases(8).flat_map(|seed| [(seed, false), (seed, true)]) {
+        let mut draw = Draw::new(seed);
+        let (chain, sequence) = draw::model(&mut draw);
+        let shape = StepShape { precision: Precision::Fp32, ..draw::step(&mut draw, sequence) };
+        let largest = 1 + draw.below(shape.global_batch);
+        let train = |device: Arc<dyn Device>, replay: Replay| {
+            let offer = On::Late(Lateness::UntilAsked).offer("alone");
+            let activations = [Activations::Keep, Activations::Recompute][seed as usize % 2];
+            let plan = table(&chain, shape, &offer, largest, activations, false);
+            let layout = Layout::new(&plan, &chain);
+            let program = compile(&plan, &chain, Purpose::Train).unwrap().remove(0);
+            let (precision, optimizer) = (shape.precision, optimizer());
+            let mut state =
+                ModelState::allocate(&*device, &chain, sequence, precision, Some(&optimizer)).unwrap();
+            state.fill(&*device, &chain, fill).unwrap();
+            let mut executor = Executor::new(device, chain.clone(), sequence, state).unwrap();
+            executor.set_replay(replay);
+            let layout = by_table.then_some(&layout);
+            // Two batches, since what depends on their targets is noted down for each.
+            train_over(&mut executor, STEPS, 2, |executor, input| executor.run_in(layout, &program, input))
+                .unwrap()
+        };
+        let budget = HOST_BYTES;
+        let expected = train(Arc::new(CpuDevice::new("alone", 1, budget).unwrap()), Replay::Nothing);
+        for replay in [Replay::Nothing, Replay::Step, Replay::Instruction] {
+            for lateness in [Lateness::UntilAsked, Lateness::Random(seed)] {
+                let device = Arc::new(LateDevice::new("alone", budget, lateness).unwrap());
+                let again = format!("SHOAL_SEED={seed} SHOAL_CASES=1, {lateness:?}, {replay:?}, {by_table}");
+                assert_eq!(train(device.clone(), replay), expected, "{again}");
+                // Two steps as they come, a third is noted down; where memory is not in use as it was, that begins again.
+                let replays = replay != Replay::Nothing;
+                assert_eq!(device.replayed() > 4, replays, "{again}: {} replayed", device.replayed());
+            }
+        }
+    }
 }
 
 #[test]

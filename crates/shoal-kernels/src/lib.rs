@@ -11,6 +11,7 @@
 //!   not notice the plan.
 //! - [`cpu`]: those operations on the cores of this machine (AVX-512, AVX2 or plain, found at start).
 //! - [`cuda`]: the same on an NVIDIA GPU, whose libraries are looked for when one is opened.
+//! - [`late`]: a processor that works behind the host's back, as GPUs do, for tests where there is none.
 
 pub mod buffer;
 pub mod convolutional;
@@ -18,6 +19,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod device;
 pub mod half;
+pub mod late;
 pub mod memory;
 pub mod random;
 pub mod tensor;
@@ -30,5 +32,6 @@ pub use device::{
     AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
     Mark, Mat, MatMut, NormKind, Pass, PatchShape, Sgd, Stamp, Updated,
 };
+pub use late::{LateDevice, Lateness};
 pub use memory::{Arena, MemoryError};
 pub use tensor::{Element, Tensor};

@@ -225,7 +225,7 @@ impl Arena {
         free.used += length as u64;
         free.peak = free.peak.max(free.used);
         drop(free);
-        let mut block = Block { arena: self.clone(), offset, length };
+        let mut block = Block { arena: self.clone(), offset, length, is_lent: false };
         if self.poison {
             block.bytes_mut().fill(0xff);
         }
@@ -255,9 +255,21 @@ pub(crate) struct Block {
     arena: Arc<Arena>,
     offset: usize,
     length: usize,
+    /// Whether it is another block's range, which returns when that one is dropped.
+    is_lent: bool,
 }
 
 impl Block {
+    /// The same range for a processor that plays a device with memory of its own: it reads and writes there what the host
+    /// must not. It does not keep the range.
+    ///
+    /// # Safety
+    /// The arena's memory is the host's, whatever it says of itself, and whoever has the lent block uses it in the order in
+    /// which its owners asked for it, as a device's stream would.
+    pub(crate) unsafe fn lend(&self) -> Block {
+        Block { arena: self.arena.clone(), offset: self.offset, length: self.length, is_lent: true }
+    }
+
     /// First byte of the block, aligned to [`GRANULE_BYTES`].
     pub(crate) fn start(&self) -> *mut u8 {
         // SAFETY: the free list only hands out ranges inside the mapping.
@@ -270,7 +282,7 @@ impl Block {
 
     /// Whether the host may read and write the block.
     pub(crate) fn on_host(&self) -> bool {
-        self.arena.space.on_host()
+        self.is_lent || self.arena.space.on_host()
     }
 
     /// The parts of some of the block's bytes that a device can copy by itself, each in one go; none where it cannot.
@@ -295,7 +307,9 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        self.arena.give_back(self.offset, self.length);
+        if !self.is_lent {
+            self.arena.give_back(self.offset, self.length);
+        }
     }
 }
 

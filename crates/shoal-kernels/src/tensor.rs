@@ -76,6 +76,16 @@ impl Tensor {
         Tensor { block: Arc::clone(&self.block), element: self.element, elements: self.elements }
     }
 
+    /// The same memory for a processor that plays a device: see [`Block::lend`].
+    ///
+    /// # Safety
+    /// As there.
+    pub(crate) unsafe fn lend(&self) -> Tensor {
+        // SAFETY: by this function's contract.
+        let block = unsafe { self.block.lend() };
+        Tensor { block: Arc::new(block), element: self.element, elements: self.elements }
+    }
+
     pub fn len(&self) -> usize {
         self.elements
     }
@@ -114,7 +124,7 @@ impl Tensor {
     }
 
     /// What is shared is not written. (A tensor that is alone stays so: only its owner can share it.)
-    fn assert_alone(&self) {
+    pub(crate) fn assert_alone(&self) {
         assert_eq!(Arc::strong_count(&self.block), 1, "a tensor that others read is not written");
     }
 

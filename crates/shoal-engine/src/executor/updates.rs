@@ -99,21 +99,29 @@ impl Executor {
                 trained.filter_map(|(held, _)| held.gradient.as_ref().map(|sum| &sum.sum)).collect();
             return Ok(self.device.sum_squares(&gradients, &mut self.norm_squared)?);
         }
-        let squares = self.squares(step)?;
+        // Where all of it is in the device's memory nobody waits for it, so that it can be part of a pass.
+        let Some(elsewhere) = self.sum_squares(step)? else { return Ok(()) };
+        let squares = self.device.scalar(&self.norm_squared)? + elsewhere;
         Ok(self.device.set_scalar(&mut self.norm_squared, squares)?)
     }
 
     /// The sum of squares of the gradients that are this device's to count.
     pub(super) fn squares(&mut self, step: &Step) -> Result<f64> {
+        let elsewhere = self.sum_squares(step)?.unwrap_or(0.0);
+        Ok(self.device.scalar(&self.norm_squared)? + elsewhere)
+    }
+
+    /// Has the device sum up the squares of those of them that are in its memory; the sum of the others, where there are any.
+    fn sum_squares(&mut self, step: &Step) -> Result<Option<f64>> {
         let layout = step.layout.expect("shares are of a table");
         let host = &self.tiers.host;
-        let (mut on_device, mut on_host, mut others) = (Vec::new(), Vec::new(), 0.0);
+        let (mut on_device, mut on_host, mut others) = (Vec::new(), Vec::new(), None::<f64>);
         for (tensor, held) in self.state.tensors.iter().enumerate() {
             if self.chain.tensors[tensor].running.is_some() {
                 continue;
             }
             if let Some((_, squares)) = held.squares.filter(|(step_of, _)| *step_of == step.input.step) {
-                others += squares;
+                *others.get_or_insert_default() += squares;
                 continue;
             }
             let counted = layout.normed_slices(tensor, step.device);
@@ -125,7 +133,8 @@ impl Executor {
             }
             for part in counted.iter().filter(|part| !here(part) || counted_here < held.elements) {
                 if let Some(sum) = sum.filter(|_| here(&part)) {
-                    others += host.squares(&self.device.host_floats(&sum.sum)?[part.slice.range()]);
+                    let sum = self.device.host_floats(&sum.sum)?;
+                    *others.get_or_insert_default() += host.squares(&sum[part.slice.range()]);
                     continue;
                 }
                 let tier = part.holder.tier();
@@ -135,7 +144,7 @@ impl Executor {
                     SumRoom::Disk(disk) => {
                         let mut gradient = vec![0.0; disk.elements];
                         disk.read_gradient(0, &mut gradient)?;
-                        others += host.squares(&gradient);
+                        *others.get_or_insert_default() += host.squares(&gradient);
                     }
                     SumRoom::Memory(gradient) if tier.is_device() => on_device.push(gradient),
                     SumRoom::Memory(gradient) => on_host.push(gradient),
@@ -143,13 +152,12 @@ impl Executor {
             }
         }
         self.device.sum_squares(&on_device, &mut self.norm_squared)?;
-        let mut total = self.device.scalar(&self.norm_squared)? + others;
         if !on_host.is_empty() {
             let mut sum = Tensor::new(host.arena(), "the norm of gradients on the host", SCALAR_ELEMENTS)?;
             host.sum_squares(&on_host, &mut sum)?;
-            total += host.scalar(&sum)?;
+            *others.get_or_insert_default() += host.scalar(&sum)?;
         }
-        Ok(total)
+        Ok(others)
     }
 
     /// Updates of several tensors in the device's own memory, at once.

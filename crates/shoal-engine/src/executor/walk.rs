@@ -34,8 +34,10 @@ struct Course<'a> {
     /// Those of them that have not, in order: movements, and computations.
     waiting: Vec<usize>,
     waiting_to_compute: Vec<usize>,
-    /// Whether any computation may start ahead.
-    may_deviate: bool,
+    /// How many instructions only compute, where a device may be given them as it was before: nothing but its own list
+    /// takes and gives back its memory, in the same order each time. None where computations may start ahead, nor where
+    /// anything moves: what comes and goes does so at any moment, and what lay there may then lie elsewhere.
+    repeating: Option<usize>,
     /// Where the device must have come before it is given the next computation ahead of its turn.
     given: Option<Mark>,
     /// Lanes that are busy with an instruction elsewhere.
@@ -69,7 +71,7 @@ impl<'a> Course<'a> {
             early,
             waiting: Vec::new(),
             waiting_to_compute: Vec::new(),
-            may_deviate: instructions.iter().any(Instruction::computes_ahead),
+            repeating: repeating(instructions),
             given: None,
             busy: Vec::new(),
             under_way: 0,
@@ -126,6 +128,13 @@ impl<'a> Course<'a> {
         self.is_started[places.clone()].fill(true);
         self.is_finished[places].fill(true);
     }
+}
+
+/// See [`Course::repeating`].
+fn repeating(instructions: &[Instruction]) -> Option<usize> {
+    let stays = |next: &Instruction| next.lane == Lane::Compute || matches!(next.op, Op::Load { .. });
+    let repeats = |next: &Instruction| stays(next) && !next.computes_ahead();
+    instructions.iter().all(repeats).then(|| instructions.iter().filter(|next| only_computes(next)).count())
 }
 
 impl Executor {
@@ -273,12 +282,17 @@ impl Executor {
             self.stamp(Some(instruction.op))?;
             count
         } else if only_computes(instruction) && step.training {
-            // What repeats from step to step is an order of computations; where that may differ, nothing does.
-            let replay = if course.may_deviate { Replay::Nothing } else { self.replay };
-            let count = match replay {
-                Replay::Nothing => 1,
+            let together = match (self.replay, course.repeating) {
+                (Replay::Nothing, _) | (_, None) => 1,
                 _ => course.together(place, only_computes),
             };
+            // A step that is started at once is all of it: what a part leaves for the next would not be made.
+            let replay = match self.replay {
+                Replay::Instruction if course.repeating.is_some() => Replay::Instruction,
+                Replay::Step if course.repeating == Some(together) => Replay::Step,
+                _ => Replay::Nothing,
+            };
+            let count = if replay == Replay::Nothing { 1 } else { together };
             self.compute(step, &course.instructions[place..place + count], replay)?;
             count
         } else if instruction.lane == Lane::Compute || matches!(instruction.op, Op::Load { .. }) {

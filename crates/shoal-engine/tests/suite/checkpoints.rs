@@ -11,7 +11,7 @@ use shoal_data::{Dataset, DatasetSpec, Tokenizer};
 use shoal_engine::identity::Identity;
 use shoal_engine::saving::shares;
 use shoal_engine::{Executor, Interval, Ledger, ModelState, Run, RunEvent, RunSettings, Tiers};
-use shoal_kernels::CpuDevice;
+use shoal_kernels::{CpuDevice, Device, LateDevice, Lateness};
 use shoal_model::{Chain, TensorSpec, presets};
 use shoal_net::{Fabric, Settings, in_process};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings, Schedule, ScheduleKind, init};
@@ -95,9 +95,15 @@ fn work(
 ) -> Told {
     let (index, chain, settings) = (program.device, layout.chain, settings(folder, stop_at));
     let predicted = forecast_in(program, layout).total();
-    let device = Arc::new(CpuDevice::new(&format!("device {index}"), 1, predicted).unwrap());
-    let host = CpuDevice::new(&format!("host of device {index}"), 1, HOST_BYTES).unwrap();
-    let tiers = Tiers::new(device, Arc::new(host), folder).unwrap();
+    let name = format!("device {index}");
+    let own = CpuDevice::workspace_bytes(1);
+    // Some of them work behind the host's back, as GPUs do.
+    let device: Arc<dyn Device> = match index % 3 {
+        0 => Arc::new(LateDevice::new(&name, predicted - own, Lateness::UntilAsked).unwrap()),
+        1 => Arc::new(LateDevice::new(&name, predicted - own, Lateness::Random(7)).unwrap()),
+        _ => Arc::new(CpuDevice::new(&name, 1, predicted).unwrap()),
+    };
+    let tiers = Tiers::around(device, &format!("host of device {index}"), 1, HOST_BYTES, folder).unwrap();
     let mut state = ModelState::allocate_share(&tiers, layout, index, Some(&settings.optimizer)).unwrap();
     let store = Store::open_existing(&folder.join("checkpoints")).unwrap().with_shard_bytes_max(200_000);
     let checkpoint = store.latest().unwrap().map(|(checkpoint, _)| checkpoint);

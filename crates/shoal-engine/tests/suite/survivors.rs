@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::common::{HOST_BYTES, RandomBatch, classes, fill};
 use shoal_engine::{EngineError, Executor, ModelState, StepInput, Tiers};
-use shoal_kernels::{Arena, CpuDevice, Device};
+use shoal_kernels::{Arena, CpuDevice, Device, LateDevice, Lateness};
 use shoal_model::{Chain, Precision};
 use shoal_net::{Fabric, Settings, in_process};
 use shoal_nn::{Decay, OptimizerKind, OptimizerSettings};
@@ -78,13 +78,19 @@ impl Member {
         program: &Program,
         fabric: Arc<Fabric>,
         disk: &std::path::Path,
+        lateness: Option<Lateness>,
     ) -> Member {
         let (index, budget) = (program.device, forecast_in(program, layout).total());
-        // NaN in fresh memory: a read of something nothing wrote shows.
-        let arena = Arena::poisoned(&format!("device {index}"), budget).unwrap();
-        let host = CpuDevice::new(&format!("host of device {index}"), 1, HOST_BYTES).unwrap();
-        let device = Arc::new(CpuDevice::with_arena(arena, 1).unwrap());
-        let tiers = Tiers::new(device, Arc::new(host), disk).unwrap();
+        let (name, host) = (format!("device {index}"), format!("host of device {index}"));
+        let device: Arc<dyn Device> = match lateness {
+            Some(lateness) => {
+                let budget = budget - CpuDevice::workspace_bytes(1);
+                Arc::new(LateDevice::new(&name, budget, lateness).unwrap())
+            }
+            // NaN in fresh memory: a read of something nothing wrote shows.
+            None => Arc::new(CpuDevice::with_arena(Arena::poisoned(&name, budget).unwrap(), 1).unwrap()),
+        };
+        let tiers = Tiers::around(device, &host, 1, HOST_BYTES, disk).unwrap();
         let mut state = ModelState::allocate_share(&tiers, layout, index, Some(&case.settings)).unwrap();
         state.load(&tiers, layout.chain, &[], 0, |spec, _, out| fill(spec, out)).unwrap();
         let (chain, sequence) = (layout.chain.clone(), layout.plan.sequence);
@@ -138,7 +144,7 @@ fn uninterrupted(case: &Case, disk: &std::path::Path) -> Vec<BTreeMap<Place, Bit
             .map(|(program, fabric)| {
                 let layout = &layout;
                 scope.spawn(move || {
-                    let mut member = Member::new(case, layout, program, fabric, disk);
+                    let mut member = Member::new(case, layout, program, fabric, disk, None);
                     let mut seen = vec![member.slices(program.device, states)];
                     for step in 0..STEPS {
                         member.step(case, layout, program, step, false).unwrap();
@@ -177,6 +183,15 @@ impl Fault {
     /// Whether steps end while updates in other memories are under way, and the fault then meets them.
     fn leaves_updates(&self) -> bool {
         self.seed.is_multiple_of(2)
+    }
+
+    /// When devices do what they are asked for, if not at once: a GPU still has work when it is lost, or another is.
+    fn lateness(&self) -> Option<Lateness> {
+        match self.seed / 2 % 4 {
+            0 => Some(Lateness::UntilAsked),
+            1 => Some(Lateness::Random(self.seed)),
+            _ => None,
+        }
     }
 
     /// A device's program in the step of the fault.
@@ -243,7 +258,8 @@ fn interrupt(case: &Case, layout: &Layout, fault: Fault, disk: &std::path::Path)
         let threads: Vec<_> = members
             .map(|(program, fabric)| {
                 scope.spawn(move || {
-                    let mut member = Member::new(case, layout, program, fabric, disk);
+                    let lateness = fault.lateness();
+                    let mut member = Member::new(case, layout, program, fabric, disk, lateness);
                     let leaves = fault.leaves_updates();
                     member.executor.set_pace(fault.pace(program));
                     if program.device == fault.device {

@@ -29,6 +29,7 @@ mod vector;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+pub(crate) use operations::read_scalar;
 use rayon::ThreadPool;
 use vector::InstructionSet;
 

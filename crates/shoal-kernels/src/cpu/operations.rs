@@ -13,7 +13,7 @@ use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
 
 /// A scalar's value.
-pub(super) fn read_scalar(scalar: &Tensor) -> f64 {
+pub(crate) fn read_scalar(scalar: &Tensor) -> f64 {
     let [low, high] = scalar.integers() else { panic!("a scalar has two elements") };
     f64::from_bits(u64::from(*low as u32) | u64::from(*high as u32) << 32)
 }
