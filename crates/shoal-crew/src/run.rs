@@ -99,6 +99,7 @@ impl Hands {
         executor.set_fabric(fabric.clone());
         executor.set_gate(Some(gate));
         let stepped = self.step_on(epoch, bounds, brake, later);
+        let stepped = stepped.and_then(|()| self.catch_up(epoch));
         brake.detach();
         if let Some(executor) = self.shares.get_mut(&epoch).and_then(|share| share.executor()) {
             executor.set_fabric(None);
@@ -111,6 +112,12 @@ impl Hands {
             }
             (error, _) => error,
         })
+    }
+
+    /// Waits for what the last step left under way; how that failed is how the run did.
+    fn catch_up(&mut self, epoch: Epoch) -> Result {
+        let executor = self.shares.get_mut(&epoch).and_then(|share| share.executor());
+        executor.map_or(Ok(()), |executor| Ok(executor.catch_up()?))
     }
 
     fn step_on(
@@ -129,6 +136,9 @@ impl Hands {
         let played = self.assembled()?.paced.as_ref().map(|paced| paced(&plan, &self.shares[&epoch].program));
         let mut stretch = Stretch::new(played);
         loop {
+            if self.saves_now() {
+                self.catch_up(epoch)?;
+            }
             self.save_if_there();
             let assembled = self.assembled.as_ref().ok_or(CrewError::Stopped)?;
             let share = self.shares.get_mut(&epoch).ok_or(CrewError::Stopped)?;
@@ -149,10 +159,13 @@ impl Hands {
             }
             let work = Work { plan: &plan, program: &program, layout };
             let outcome = terms.train(executor, work, step, loss_scale)?;
-            // Others hear where this worker's slices stand after each step.
-            executor.catch_up()?;
+            if stretch.lacks(times) {
+                // What is stretched is all that was timed.
+                executor.catch_up()?;
+            }
             let traced = executor.take_traced();
-            let standing = executor.standing()?;
+            // Others hear where this worker's slices stand after each step. Updates in other memories go on beside the next.
+            let standing = executor.standing_so_far()?;
             let record = share.complete(&terms, &outcome);
             let own = timed.then(|| OwnWork::of(&program, &traced));
             if timed {

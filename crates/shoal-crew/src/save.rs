@@ -44,16 +44,22 @@ impl Drop for Hands {
 }
 
 impl Hands {
+    /// Whether a checkpoint is wanted of a step that has been done.
+    pub(crate) fn saves_now(&self) -> bool {
+        let wanted = self.wanted.as_ref();
+        wanted.is_some_and(|(epoch, save)| {
+            self.shares.get(epoch).is_some_and(|share| share.step >= save.checkpoint.step)
+        })
+    }
+
     /// Writes what is wanted if it is there, says that it came too late if it was, and waits otherwise.
     pub(crate) fn save_if_there(&mut self) {
         self.look_at_saving();
-        let Some((epoch, save)) = &self.wanted else { return };
-        let Some(share) = self.shares.get(epoch) else { return };
-        let step = save.checkpoint.step;
-        if share.step < step {
+        if !self.saves_now() {
             return;
         }
         let (epoch, save) = self.wanted.take().expect("it was looked at");
+        let step = save.checkpoint.step;
         let began = Instant::now();
         self.end_saving();
         let begun = match self.shares[&epoch].is_at(step) {

@@ -444,6 +444,9 @@ fn who_loses_another_ends_its_updates_before_it_says_where_it_stands() {
         let slices = member.executor.state.tensors.iter().flat_map(|held| &held.slices);
         let behind = slices.filter(|slice| slice.version == 0).count();
         assert!(behind >= programs[0].left_behind().len(), "seed {seed}: {behind} updates are under way");
+        // Others hear of the step meanwhile.
+        let told = member.executor.standing_so_far().unwrap();
+        assert_eq!((told.step, told.reduced, told.reaches()), (0, true, 1), "seed {seed}");
         drop(held);
         assert!(matches!(member.step(&layout, &programs[0], 1, true), Err(EngineError::Net(_))));
         let standing = member.executor.standing().unwrap();

@@ -113,6 +113,15 @@ impl Executor {
         })
     }
 
+    /// The same after a step that has ended, without waiting for the updates that it left under way: these slices have not
+    /// seen it yet, and have all that they need to.
+    pub fn standing_so_far(&mut self) -> Result<Standing> {
+        let Some(closing) = self.closed.filter(|_| !self.behind.is_empty()) else { return self.standing() };
+        let mut slices = self.state.tensors.iter().flat_map(|held| &held.slices);
+        let applied = slices.any(|slice| slice.version > closing.step);
+        Ok(Standing { step: closing.step, applied, reduced: true, closing: Some(closing) })
+    }
+
     /// The step that a device is at which computes and keeps nothing.
     fn step_without_slices(&self) -> u64 {
         match (&self.progress, &self.closed) {
