@@ -41,62 +41,50 @@ pub struct LateDevice {
     passes: Passes,
 }
 
-/// Host memory that says it is not: the host's threads must not look there.
-struct FarSpace(HostSpace);
-
-impl AddressSpace for FarSpace {
-    fn base(&self) -> *mut u8 {
-        self.0.base()
-    }
-
-    fn length(&self) -> usize {
-        self.0.length()
-    }
-
-    fn commit(&self, end: usize) -> std::result::Result<(), String> {
-        self.0.commit(end)
-    }
-
-    fn on_host(&self) -> bool {
-        false
-    }
+/// Host memory in either part: as the device's, where the host's threads must not look, or as the host's, of which the device
+/// copies the first bytes by itself. Not all, so that both ways are gone.
+struct PlayedSpace {
+    host: HostSpace,
+    is_device: bool,
 }
 
-/// Host memory whose first bytes the device copies by itself. Not all, so that both ways are gone.
-struct PartlyLocked(HostSpace);
-
-impl PartlyLocked {
+impl PlayedSpace {
     const LOCKED_BYTES: usize = 256 << 10;
     /// Copies are cut at its multiples.
     const PIECE_BYTES: usize = 3 << 10;
+
+    fn arena(name: &str, budget: u64, is_device: bool) -> std::result::Result<Arc<Arena>, MemoryError> {
+        let space = PlayedSpace { host: HostSpace::reserve(name, budget)?, is_device };
+        Ok(Arena::over(name, budget, Box::new(space), false))
+    }
 }
 
-impl AddressSpace for PartlyLocked {
+impl AddressSpace for PlayedSpace {
     fn base(&self) -> *mut u8 {
-        self.0.base()
+        self.host.base()
     }
 
     fn length(&self) -> usize {
-        self.0.length()
+        self.host.length()
     }
 
     fn commit(&self, end: usize) -> std::result::Result<(), String> {
-        self.0.commit(end)
+        self.host.commit(end)
     }
 
     fn on_host(&self) -> bool {
-        true
+        !self.is_device
     }
 
     fn locked_piece_bytes(&self, end: usize) -> Option<usize> {
-        (end <= PartlyLocked::LOCKED_BYTES).then_some(PartlyLocked::PIECE_BYTES)
+        (!self.is_device && end <= PlayedSpace::LOCKED_BYTES).then_some(PlayedSpace::PIECE_BYTES)
     }
 }
 
 impl LateDevice {
     /// A device with a memory budget in bytes, none of which it takes for itself.
     pub fn new(name: &str, budget: u64, lateness: Lateness) -> std::result::Result<LateDevice, MemoryError> {
-        let arena = Arena::over(name, budget, Box::new(FarSpace(HostSpace::reserve(name, budget)?)), false);
+        let arena = PlayedSpace::arena(name, budget, true)?;
         let processor = CpuDevice::new(name, 1, CpuDevice::workspace_bytes(1))?;
         Ok(LateDevice { arena, queue: Queue::start(processor, lateness), passes: Passes::default() })
     }

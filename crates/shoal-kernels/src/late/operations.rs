@@ -5,14 +5,14 @@ use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{LateDevice, Lent, LentRows, PartlyLocked, lent_sum};
+use super::{LateDevice, Lent, LentRows, PlayedSpace, lent_sum};
 use crate::buffer::HostBuffer;
 use crate::cpu::CpuDevice;
 use crate::device::{
     AdamW, AttentionBackward, AttentionShape, ClassLoss, Device, DropoutSite, Gelu, Guard, Linear, LossMode,
     Mark, Mat, MatMut, NormKind, Pass, PatchShape, Result, SCALAR_ELEMENTS, Sgd, Sum, Updated,
 };
-use crate::memory::{Arena, HostSpace};
+use crate::memory::Arena;
 use crate::tensor::{Element, Tensor};
 
 /// Bytes of a piece that the host fills or empties at a time: few, so that most copies have several.
@@ -21,6 +21,10 @@ const PIECE_BYTES: usize = 4 << 10;
 /// Where the bytes of a copy are cut.
 fn pieces(bytes: usize) -> impl Iterator<Item = Range<usize>> {
     (0..bytes).step_by(PIECE_BYTES).map(move |start| start..(start + PIECE_BYTES).min(bytes))
+}
+
+fn copy_runs(runs: Vec<Range<usize>>, from: &[u8], to: &mut [u8]) {
+    runs.into_iter().for_each(|run| to[run.clone()].copy_from_slice(&from[run]));
 }
 
 /// A weight matrix that work in the line reads.
@@ -236,8 +240,7 @@ impl Device for LateDevice {
     }
 
     fn host_arena(&self, name: &str, budget: u64) -> Result<Arc<Arena>> {
-        let space = PartlyLocked(HostSpace::reserve(name, budget)?);
-        Ok(Arena::over(name, budget, Box::new(space), false))
+        Ok(PlayedSpace::arena(name, budget, false)?)
     }
 
     fn copy_in(
@@ -253,9 +256,7 @@ impl Device for LateDevice {
         let there = first..first + elements.len();
         let from = from.bytes_of(elements);
         to.assert_alone();
-        self.copy(after, to, there, |to| {
-            runs.into_iter().for_each(|run| to[run.clone()].copy_from_slice(&from[run]))
-        })?;
+        self.copy(after, to, there, |to| copy_runs(runs, from, to))?;
         Ok(true)
     }
 
@@ -271,9 +272,7 @@ impl Device for LateDevice {
         let there = first..first + elements.len();
         let Some(runs) = to.locked_runs(there.clone()) else { return Ok(false) };
         let to = to.bytes_of_mut(there);
-        self.copy(after, from, elements, |from| {
-            runs.into_iter().for_each(|run| to[run.clone()].copy_from_slice(&from[run]))
-        })?;
+        self.copy(after, from, elements, |from| copy_runs(runs, from, to))?;
         Ok(true)
     }
 
@@ -288,9 +287,7 @@ impl Device for LateDevice {
         let there = first..first + elements.len() * from.element().bytes();
         let Some(runs) = to.locked_runs(there.clone()) else { return Ok(false) };
         let to = &mut to[there];
-        self.copy(after, from, elements, |from| {
-            runs.into_iter().for_each(|run| to[run.clone()].copy_from_slice(&from[run]))
-        })?;
+        self.copy(after, from, elements, |from| copy_runs(runs, from, to))?;
         Ok(true)
     }
 
@@ -306,9 +303,7 @@ impl Device for LateDevice {
         let Some(runs) = from.locked_runs(here.clone()) else { return Ok(false) };
         let from = &from[here];
         to.assert_alone();
-        self.copy(after, to, elements, |to| {
-            runs.into_iter().for_each(|run| to[run.clone()].copy_from_slice(&from[run]))
-        })?;
+        self.copy(after, to, elements, |to| copy_runs(runs, from, to))?;
         Ok(true)
     }
 
