@@ -1,5 +1,5 @@
-//! Predicted steps beside measured ones, in the lab: plans of every shape on fleets of one to eight played devices, and on two
-//! real workers of this machine.
+//! Predicted steps beside measured ones, in the lab: plans of every shape on fleets of one to eight played devices, on two
+//! real workers of this machine, and on two that share one of its cores.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -136,12 +136,7 @@ pub fn workers() -> Result<(), String> {
     let folder = folder("workers", WORKERS_JOB)?;
     fs::write(folder.join("fleet.toml"), WORKERS_FLEET).map_err(said(&folder))?;
     let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get() / 2).max(1).to_string();
-    let mut profile = Command::new(root().join("target/release/shoal"));
-    profile.args(["profile", "gpt2-mini", "--sequence", "64", "--device", "cpu", "--samples", "1,2,4,8"]);
-    let status = profile.args(["--threads", &threads]).current_dir(&folder).status();
-    if !status.is_ok_and(|status| status.success()) {
-        return Err("shoal profile failed".to_owned());
-    }
+    profile(&folder, EVERYWHERE, &["--threads", &threads])?;
     print_head();
     let mut off = Vec::new();
     for (name, links) in [("10 Gbit/s", None), ("unshaped", Some("--unshaped"))] {
@@ -152,13 +147,83 @@ pub fn workers() -> Result<(), String> {
         }
     }
     print_mean(&off);
+    on_one_core(&folder)
+}
+
+/// Programs before a command, which decide where it runs.
+type Where = &'static [&'static str];
+const EVERYWHERE: Where = &[];
+const ONE_CORE: Where = &["taskset", "--cpu-list", "0"];
+
+fn shoal(place: Where) -> Command {
+    let binary = root().join("target/release/shoal");
+    match place {
+        [] => Command::new(binary),
+        [program, arguments @ ..] => {
+            let mut command = Command::new(program);
+            command.args(arguments).arg(binary);
+            command
+        }
+    }
+}
+
+fn profile(folder: &Path, place: Where, arguments: &[&str]) -> Result<(), String> {
+    let mut profile = shoal(place);
+    profile.args(["profile", "gpt2-mini", "--sequence", "64", "--device", "cpu", "--samples", "1,2,4,8"]);
+    match profile.args(arguments).current_dir(folder).status() {
+        Ok(status) if status.success() => Ok(()),
+        _ => Err("shoal profile failed".to_owned()),
+    }
+}
+
+/// Samples of the batch of eight that the first of two workers computes; the other has the rest.
+const UNEVEN: [usize; 4] = [4, 5, 6, 7];
+
+/// Two real workers that share a core, and compute by turns: each is twice as quick while the other rests. Where they have unequal
+/// parts of the batch one rests for long.
+fn on_one_core(folder: &Path) -> Result<(), String> {
+    profile(folder, ONE_CORE, &["--threads", "1", "--neighbours", "1", "--out", "core.json"])?;
+    let usual = ["--plain", "--unshaped", "--profile", "core.json"];
+    print_head();
+    let mut off = vec![beside(folder, ONE_CORE, "one core", "pipeline", &["--shape", "pipeline"], &usual)?];
+    let mut plan = shoal(EVERYWHERE);
+    plan.args(["plan", "job.toml", "--fleet", "fleet.toml", "--survive", "0", "--shape", "data-parallel"]);
+    let planned = plan.args(["--table", "even.json"]).current_dir(folder).output();
+    if !planned.is_ok_and(|output| output.status.success()) {
+        return Err("shoal plan failed".to_owned());
+    }
+    let text = fs::read_to_string(folder.join("even.json")).map_err(said(folder))?;
+    for first in UNEVEN {
+        let mut table: serde_json::Value = serde_json::from_str(&text).map_err(|error| error.to_string())?;
+        for row in table["layers"].as_array_mut().into_iter().flatten() {
+            row["compute"][0]["micro_batches"] = serde_json::json!([[0, first]]);
+            row["compute"][1]["micro_batches"] = serde_json::json!([[first, 8]]);
+        }
+        fs::write(folder.join("uneven.json"), table.to_string()).map_err(said(folder))?;
+        let shape = format!("{first} and {}", 8 - first);
+        off.push(beside(folder, ONE_CORE, "one core", &shape, &["--table", "uneven.json"], &usual)?);
+    }
+    print_mean(&off);
     Ok(())
 }
 
 fn one(folder: &Path, name: &str, shape: &str, arguments: &[&str]) -> Result<f64, String> {
-    let run = format!("checkpoint.to=runs/{}-{shape}", name.replace([' ', '/'], "-"));
-    let output = Command::new(root().join("target/release/shoal"))
-        .args(["lab", "fleet.toml", "job.toml", "--json", "--shape", shape, "--survive", "0", "--set", &run])
+    beside(folder, EVERYWHERE, name, shape, &["--shape", shape], arguments)
+}
+
+/// Runs a plan in the lab and prints what it took beside what was predicted; returns how far that was off.
+fn beside(
+    folder: &Path,
+    place: Where,
+    name: &str,
+    shape: &str,
+    planned: &[&str],
+    arguments: &[&str],
+) -> Result<f64, String> {
+    let run = format!("checkpoint.to=runs/{name}-{shape}").replace(' ', "-").replace("/s", "-s");
+    let output = shoal(place)
+        .args(["lab", "fleet.toml", "job.toml", "--json", "--survive", "0", "--set", &run])
+        .args(planned)
         .args(arguments)
         .current_dir(folder)
         .output()

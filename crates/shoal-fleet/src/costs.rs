@@ -5,11 +5,12 @@
 use shoal_model::{Chain, Precision};
 
 use crate::catalogue;
+use crate::chips::{self, Apart, Part, Seat};
 use crate::curve::{Fit, TimeCurve};
 use crate::error::{Error, Result};
 use crate::estimate;
 use crate::fleet::Fleet;
-use crate::profile::{DeviceProfile, LayerProfile, Profile};
+use crate::profile::{DeviceProfile, LayerProfile, PROCESSOR, Profile};
 
 /// Bytes that Adam moves for a parameter in host memory: parameter, gradient and both moments come in, parameter and
 /// moments go out, four bytes each.
@@ -23,6 +24,8 @@ pub struct Costs {
     /// By device: which of the kinds it is.
     kind_of: Vec<usize>,
     kinds: Vec<KindCosts>,
+    /// By device, where it is a part of a chip.
+    seats: Vec<Option<Seat>>,
     /// By node.
     host_bytes_per_second: Vec<f64>,
 }
@@ -62,6 +65,9 @@ struct KindCosts {
     scaled: Option<(String, f64)>,
     update_seconds_per_parameter: f64,
     handling: Handling,
+    is_processor: bool,
+    /// While those that share its chip rest, of what it takes beside them.
+    alone: f64,
     /// By layer: which of the curves are its forward's and its backward's. Equal layers share them.
     of_layer: Vec<(u32, u32)>,
     curves: Vec<Seconds>,
@@ -158,6 +164,8 @@ impl Costs {
                 scaled: None,
                 update_seconds_per_parameter: table.update_seconds_per_parameter,
                 handling: Handling::default(),
+                is_processor: false,
+                alone: 1.0,
                 of_layer: Vec::new(),
                 curves: Vec::new(),
             };
@@ -175,14 +183,20 @@ impl Costs {
         let place = |kind: &str| kinds.iter().position(|known| known.kind == kind);
         let kind_of = fleet.devices.iter().filter_map(|device| place(&device.kind)).collect();
         let host_bytes_per_second = fleet.nodes.iter().map(|node| node.host_bytes_per_second).collect();
-        Costs { layers, kind_of, kinds, host_bytes_per_second }
+        let mut costs = Costs { layers, kind_of, kinds, seats: Vec::new(), host_bytes_per_second };
+        costs.seats = chips::seats(fleet, Apart::Machines, |device| costs.kind(device).part());
+        costs
     }
 
-    /// Messages take nothing of what devices of some kinds compute.
-    pub fn without_handling(mut self, is_one: impl Fn(&str) -> bool) -> Costs {
-        for kind in self.kinds.iter_mut().filter(|kind| is_one(&kind.kind)) {
+    /// All of the fleet on one machine. What some kinds of its devices do is played there: it lasts as long as it should,
+    /// whatever passes and is computed beside it.
+    pub fn in_a_box(mut self, fleet: &Fleet, is_played: impl Fn(&str) -> bool) -> Costs {
+        for kind in self.kinds.iter_mut().filter(|kind| is_played(&kind.kind)) {
             kind.handling = Handling::default();
         }
+        let part_of =
+            |device: usize| self.kind(device).part().filter(|_| !is_played(&self.kind(device).kind));
+        self.seats = chips::seats(fleet, Apart::InABox, part_of);
         self
     }
 
@@ -229,6 +243,11 @@ impl Costs {
         self.kind(device).handling
     }
 
+    /// Where a device sits on a chip that it is a part of.
+    pub fn seat(&self, device: usize) -> Option<Seat> {
+        self.seats[device]
+    }
+
     /// Seconds of the optimizer in the node's host memory, whose bandwidth bounds it.
     pub fn host_update(&self, node: usize, parameters: u64) -> f64 {
         (HOST_UPDATE_BYTES * parameters) as f64 / self.host_bytes_per_second[node]
@@ -262,6 +281,15 @@ impl Costs {
 }
 
 impl KindCosts {
+    /// What a device of the kind is a part of, where it is one.
+    fn part(&self) -> Option<Part<'_>> {
+        let alone = self.alone;
+        if let Some((percent, whole)) = catalogue::share_of(&self.kind) {
+            return Some(Part { whole, percent: Some(percent), alone });
+        }
+        self.is_processor.then_some(Part { whole: catalogue::CPU, percent: None, alone })
+    }
+
     /// The layers are the chain's.
     fn profiled(device: &DeviceProfile, kind: &str, layers: &[LayerProfile]) -> Result<KindCosts> {
         let update = device.update_seconds_per_parameter;
@@ -277,6 +305,8 @@ impl KindCosts {
                 seconds_per_byte: device.handling_seconds_per_byte.unwrap_or(0.0),
                 seconds_per_message: device.handling_seconds_per_message.unwrap_or(0.0),
             },
+            is_processor: device.device == PROCESSOR || catalogue::same(kind, catalogue::CPU),
+            alone: device.alone.unwrap_or(1.0),
             of_layer: Vec::new(),
             curves: Vec::new(),
         };

@@ -46,6 +46,7 @@ pub fn device(chain: &Chain, kind: &Kind, precision: Precision, sequence: usize)
         update_seconds_per_parameter: Some(update_seconds(kind, precision)),
         handling_seconds_per_byte: None,
         handling_seconds_per_message: None,
+        alone: None,
         step: None,
         layers: equal_layers(chain).into_iter().map(row).collect(),
     }

@@ -4,6 +4,7 @@
 //!
 //! - [`fleet`]: nodes, devices and links, as `fleet.toml` says them; [`link`] is one of the latter.
 //! - [`catalogue`]: common devices by public figures.
+//! - `chips`: who shares a chip with whom.
 //! - [`trace`]: machines that come and go.
 //! - [`profile`]: what was measured, as profile.json; [`curve`] is seconds by the number of samples.
 //! - [`estimate`]: a profile by arithmetic, for a kind that was never measured.
@@ -11,6 +12,7 @@
 //! - [`pace`]: devices that are slower than their kind.
 
 pub mod catalogue;
+mod chips;
 pub mod costs;
 pub mod curve;
 mod error;
@@ -22,10 +24,13 @@ pub mod profile;
 pub mod trace;
 mod units;
 
+pub use chips::Seat;
 pub use costs::{Costs, KindTable, LayerTable};
 pub use curve::{Fit, TimeCurve};
 pub use error::{Error, Result};
 pub use fleet::{Device, Disk, Fleet, Node};
 pub use link::Link;
-pub use profile::{Correction, DeviceProfile, LayerProfile, LinkProfile, LinkScope, Profile, Seen};
+pub use profile::{
+    Corrected, Correction, DeviceProfile, LayerProfile, LinkProfile, LinkScope, Profile, Seen,
+};
 pub use trace::{Trace, TraceEvent};

@@ -16,7 +16,7 @@ use crate::curve::TimeCurve;
 use crate::error::Result;
 use crate::link::Link;
 
-pub use correct::{Correction, Seen};
+pub use correct::{Corrected, Correction, Seen};
 pub(crate) use write::{rounded, rounded_each, rounded_option, rounded_pairs};
 
 /// How a profile calls the device that was measured where it is a processor.
@@ -59,6 +59,10 @@ pub struct DeviceProfile {
     /// And for how long a message waits there, beside its bytes, until those who compute let those run who handle it.
     #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "rounded_option")]
     pub handling_seconds_per_message: Option<f64>,
+    /// Of a device that is a part of a chip and was measured while all of it was at work: what its layers take while the others
+    /// rest, as a share of that.
+    #[serde(default, skip_serializing_if = "Option::is_none", serialize_with = "rounded_option")]
+    pub alone: Option<f64>,
     /// A whole step: forward, backward, update.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step: Option<TimeCurve>,
@@ -129,7 +133,7 @@ impl Profile {
     }
 
     /// The same, held to what layers took in a run, with how far off it was.
-    pub fn corrected(self, precision: Precision, seen: &[Seen]) -> (Profile, Vec<Correction>) {
+    pub fn corrected(self, precision: Precision, seen: &[Seen]) -> Corrected {
         correct::by_what_was_seen(self, precision, seen)
     }
 

@@ -12,9 +12,16 @@ pub(crate) fn least_seconds(layout: &Layout, world: &FleetWorld) -> f64 {
     let mut courses = vec![Course { soonest: f64::INFINITY, busy: 0.0, rest: f64::INFINITY }; devices];
     forwards(layout, world, &mut courses);
     backwards(layout, world, &mut courses);
-    let whole = |course: &Course| course.soonest + course.busy + course.rest;
+    // Nothing of it is quicker than the quickest device whose chip's others rest.
+    let whole = |course: &Course| quickest(layout, world) * (course.soonest + course.busy + course.rest);
     let longest = courses.iter().filter(|course| course.busy > 0.0).map(whole).fold(0.0, f64::max);
     (longest + updating_seconds(layout, world)).max(world.carrying_seconds())
+}
+
+/// What layers take at the least of what they take beside all that share a chip with their device.
+fn quickest(layout: &Layout, world: &FleetWorld) -> f64 {
+    let seats = layout.members().iter().filter_map(|device| world.costs.seat(*device));
+    seats.map(|seat| seat.alone).fold(1.0, f64::min)
 }
 
 /// The least that comes after the last backward: updates wait for the norm of all gradients.
@@ -65,9 +72,9 @@ impl Within {
             return Ok(None);
         }
         let ordered = Ordered::new(layout, Purpose::Train, world)?;
-        let foreseen = ordered.foreseen_seconds;
+        let foreseen = quickest(layout, world) * ordered.foreseen_seconds;
         let later = self.seconds.is_finite() && foreseen + updating_seconds(layout, world) > self.seconds;
-        Ok(Some(ordered).filter(|_| !later && foreseen <= self.foreseen_seconds))
+        Ok(Some(ordered).filter(|ordered| !later && ordered.foreseen_seconds <= self.foreseen_seconds))
     }
 }
 
@@ -151,7 +158,7 @@ fn way_seconds<'a>(
 
 #[cfg(test)]
 mod tests {
-    use shoal_fleet::{Costs, Fleet};
+    use shoal_fleet::{Costs, Fleet, Profile, catalogue, estimate};
     use shoal_plan::compile_paced;
     use shoal_plan::draw::{self, Draw};
     use shoal_sim::{Settings, simulate};
@@ -174,9 +181,23 @@ mod tests {
                 ),
             };
             let (all, first) = (plan.devices.len(), plan.devices.len().div_ceil(2));
-            let text = [node("a", "V100", first), node("b", "T4", all - first)].concat();
+            // In every other case devices of a node share a chip, and are quicker where some of them rest.
+            let (parts, alone) = (seed % 2 == 1, 0.3 + 0.1 * (seed % 7) as f64);
+            let kinds = if parts { ["CPU\", memory = \"1 GiB"; 2] } else { ["V100", "T4"] };
+            let text = [node("a", kinds[0], first), node("b", kinds[1], all - first)].concat();
             let fleet = Fleet::parse(&text, "fleet").unwrap();
-            let costs = Costs::new(&chain, &fleet, None, step.precision, step.sequence).unwrap();
+            let known = catalogue::find("CPU").unwrap();
+            let mut measured = estimate::device(&chain, known, step.precision, step.sequence);
+            measured.alone = Some(alone);
+            let profile = Profile {
+                format: shoal_fleet::profile::FORMAT,
+                model: String::new(),
+                sequence: step.sequence,
+                devices: vec![measured],
+                links: Vec::new(),
+            };
+            let profile = parts.then_some(&profile);
+            let costs = Costs::new(&chain, &fleet, profile, step.precision, step.sequence).unwrap();
             let layout = Layout::new(&plan, &chain);
             let world = FleetWorld::new(&fleet, &costs, &layout);
             let programs = compile_paced(&plan, &chain, Purpose::Train, &world).unwrap();

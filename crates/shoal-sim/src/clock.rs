@@ -12,6 +12,7 @@ use course::{Course, Slot};
 
 use crate::flows::{End, Flows, Resource};
 use crate::handling::Handling;
+use crate::sharing::{Sharing, Turn};
 use crate::world::{Work, World};
 
 /// Lines in which updates wait: the host's and the disk's.
@@ -81,6 +82,7 @@ pub fn simulate(
     let devices = layout.plan.devices.len();
     let mut clock = Clock::new(devices, &meetings, world.resources(), settings);
     clock.handling = Handling::new((0..devices).map(|device| world.handling(device)).collect());
+    clock.sharing = Sharing::new((0..devices).map(|device| world.seat(device)).collect());
     let leaves = |program: &Program| !settings.alone && !program.left_behind().is_empty();
     let steps = if programs.iter().any(leaves) { 2 } else { 1 };
     let over = if steps == 1 { Milestone::Over } else { Milestone::Listed };
@@ -131,6 +133,7 @@ enum Event {
         what: What,
     },
     Flow(End),
+    Computed(Turn),
     Finished {
         what: What,
     },
@@ -157,6 +160,9 @@ pub(crate) struct Clock<'a> {
     settings: Settings,
     flows: Flows,
     handling: Option<Handling>,
+    sharing: Option<Sharing>,
+    /// What each device computes that shares its chip.
+    computing: Vec<What>,
     /// What each transfer belongs to.
     carried: Vec<What>,
     events: Events<Event>,
@@ -180,6 +186,8 @@ impl<'a> Clock<'a> {
             settings,
             flows: Flows::new(resources.to_vec()),
             handling: None,
+            sharing: None,
+            computing: vec![What::Meeting(0); devices],
             carried: Vec::new(),
             events: Events::default(),
             now: 0.0,
@@ -252,6 +260,14 @@ impl<'a> Clock<'a> {
                     if flows.end(end, &mut |end| events.push(end.at, Event::Flow(end))) {
                         self.now = at;
                         self.finish(self.carried[end.flow], told);
+                    }
+                }
+                Event::Computed(turn) => {
+                    let Clock { sharing, events, .. } = self;
+                    let foresee = &mut |turn: Turn| events.push(turn.at, Event::Computed(turn));
+                    if sharing.as_mut().is_some_and(|sharing| sharing.end(turn, foresee)) {
+                        self.now = at;
+                        self.finish(self.computing[turn.device], told);
                     }
                 }
             }
@@ -332,11 +348,29 @@ impl<'a> Clock<'a> {
     fn begin(&mut self, what: What) {
         let work = self.work(what);
         let seconds = work.seconds * self.slowness(what) + self.begin_handling(what, &work);
+        if work.bytes <= 0.0 && seconds > 0.0 && self.compute_beside_others(what, seconds) {
+            return;
+        }
         match work.bytes > 0.0 {
             true if seconds > 0.0 => self.events.push(self.now + seconds, Event::Moves { what }),
             true => self.move_bytes(what),
             false => self.events.push(self.now + seconds, Event::Finished { what }),
         }
+    }
+
+    /// Begins something that is computed on a chip which others share; returns whether it is that.
+    fn compute_beside_others(&mut self, what: What, seconds: f64) -> bool {
+        let Clock { sharing: Some(sharing), events, courses, computing, now, .. } = self else {
+            return false;
+        };
+        let What::Instruction(program, place) = what else { return false };
+        let device = courses[program].computes_on(place).filter(|device| sharing.is_shared(*device));
+        let Some(device) = device else { return false };
+        computing[device] = what;
+        let is_layer = courses[program].slots[place].computes_layer;
+        sharing
+            .begin(device, seconds, is_layer, *now, &mut |turn| events.push(turn.at, Event::Computed(turn)));
+        true
     }
 
     /// Returns by how much longer something lasts because of what was handled beside the computing before it.

@@ -6,6 +6,7 @@
 //! - [`clock`]: the clock itself.
 //! - [`flows`]: transfers that share links, and how long they take.
 //! - `handling`: what messages take of processors that compute.
+//! - `sharing`: what computing takes on chips that several devices share.
 //! - [`jobs`]: several jobs on a pool of devices.
 //! - [`world`]: what instructions cost on a fleet with a profile.
 
@@ -13,6 +14,7 @@ pub mod clock;
 pub mod flows;
 mod handling;
 pub mod jobs;
+mod sharing;
 pub mod world;
 
 pub use clock::{Jitter, Settings, Simulated, Span, simulate};

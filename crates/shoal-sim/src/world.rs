@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use crate::flows::Resource;
 use shoal_fleet::costs::Handling;
-use shoal_fleet::{Costs, Fleet, Link};
+use shoal_fleet::{Costs, Fleet, Link, Seat};
 use shoal_plan::{GatheredPart, Layout, Op, Pace, Pass, Samples, Tier};
 
 /// Of a forward with a batch norm, the part before its statistics; of its backward likewise.
@@ -43,6 +43,11 @@ pub trait World {
     /// What messages take of a device's computing.
     fn handling(&self, _device: usize) -> Handling {
         Handling::default()
+    }
+
+    /// Where a device sits on a chip that it is a part of.
+    fn seat(&self, _device: usize) -> Option<Seat> {
+        None
     }
 }
 
@@ -386,6 +391,10 @@ impl World for FleetWorld<'_> {
 
     fn handling(&self, device: usize) -> Handling {
         self.costs.handling(device)
+    }
+
+    fn seat(&self, device: usize) -> Option<Seat> {
+        self.costs.seat(device)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Steps on the virtual clock: random tables under any delay, and pipelines whose time can be said by hand.
 
 use shoal_fleet::costs::{Handling, KindTable, LayerTable};
-use shoal_fleet::{Costs, Fleet, TimeCurve};
+use shoal_fleet::{Costs, Fleet, Seat, TimeCurve};
 use shoal_model::{Chain, Precision, presets};
 use shoal_plan::draw::{self, Draw};
 use shoal_plan::memory::forecast_in;
@@ -50,6 +50,11 @@ impl World for AnyDelay {
     fn handling(&self, device: usize) -> Handling {
         let times = if device.is_multiple_of(2) { 1.0 } else { 0.0 };
         Handling { seconds_per_byte: 0.02 * times, seconds_per_message: 0.3 * times }
+    }
+
+    fn seat(&self, device: usize) -> Option<Seat> {
+        let alone = if self.seed.is_multiple_of(3) { 1.0 } else { 0.4 };
+        Some(Seat { chip: device % 2, part: 1.0 + device as f64, alone })
     }
 
     fn together(&self, op: &Op, _device: usize) -> Work {
@@ -340,6 +345,52 @@ fn messages_take_the_time_of_those_who_handle_them_and_compute() {
     let longer = handled.devices.iter().zip(&free.devices).map(|(a, b)| a.computing - b.computing);
     let longer: Vec<f64> = longer.collect();
     assert!(longer.iter().all(|seconds| *seconds > 0.0 && *seconds <= 0.08 + 1e-9), "{longer:?}");
+}
+
+/// Where devices are parts of one chip.
+struct OneChip<'a>(FleetWorld<'a>, f64);
+
+impl World for OneChip<'_> {
+    fn resources(&self) -> &[Resource] {
+        self.0.resources()
+    }
+
+    fn alone(&self, op: &Op, device: usize) -> Work {
+        self.0.alone(op, device)
+    }
+
+    fn together(&self, op: &Op, device: usize) -> Work {
+        self.0.together(op, device)
+    }
+
+    fn seat(&self, _device: usize) -> Option<Seat> {
+        Some(Seat { chip: 0, part: 1.0, alone: self.1 })
+    }
+}
+
+/// Two on one core take turns: whatever they have to compute, it takes as long as one after the other, and half as long as it
+/// was measured to beside a neighbour that always computes. A pipeline's bubbles are no loss there.
+#[test]
+fn devices_of_one_chip_are_quicker_while_others_rest() {
+    let chain = untied(2);
+    let fleet = fleet(2, "1000 Gbit/s");
+    let costs = unit_costs(&chain, &fleet);
+    for batches in [1, 4] {
+        let plan = pipeline(&chain, 2, batches, Order::Gpipe, false);
+        let layout = Layout::new(&plan, &chain);
+        let step = |alone: f64| {
+            let world = OneChip(FleetWorld::new(&fleet, &costs, &layout), alone);
+            let programs = compile_paced(&plan, &chain, Purpose::Train, &world.0).unwrap();
+            simulate(&programs, &layout, &world, Settings::default()).unwrap()
+        };
+        let (apart, together) = (step(1.0), step(0.5));
+        let work: f64 = apart.devices.iter().map(|device| device.computing).sum();
+        assert!((together.seconds / (work / 2.0) - 1.0).abs() < 1e-3, "{} {work}", together.seconds);
+        // With one micro-batch one of them always rests.
+        let least = if batches == 1 { 0.5 } else { 0.7 };
+        let less = together.seconds / apart.seconds;
+        assert!(less >= least - 1e-3 && less < 1.0, "{batches}: {less}");
+    }
 }
 
 #[test]

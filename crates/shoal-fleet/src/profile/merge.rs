@@ -58,6 +58,10 @@ fn merge_device(known: &mut DeviceProfile, device: DeviceProfile) -> Result<()> 
         least(known.handling_seconds_per_byte, device.handling_seconds_per_byte);
     known.handling_seconds_per_message =
         least(known.handling_seconds_per_message, device.handling_seconds_per_message);
+    known.alone = match (known.alone, device.alone) {
+        (Some(a), Some(b)) => Some((a + b) / 2.0),
+        (a, b) => a.or(b),
+    };
     known.step = match (known.step.take(), device.step) {
         (Some(a), Some(b)) => Some(merge_curve(&a, &b, &format!("{of}: a step"))?),
         (a, b) => a.or(b),

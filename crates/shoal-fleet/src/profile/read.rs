@@ -52,6 +52,9 @@ fn defect(profile: &Profile) -> Option<String> {
                 return Some(format!("{of}: {key} is {seconds}"));
             }
         }
+        if let Some(alone) = device.alone.filter(|alone| !(*alone > 0.0 && *alone <= 1.0)) {
+            return Some(format!("{of}: alone is {alone}, and lies above 0 and up to 1"));
+        }
         if let Some(what) = device.step.as_ref().and_then(TimeCurve::defect) {
             return Some(format!("{of}: step {what}"));
         }
@@ -121,6 +124,7 @@ impl From<First> for Profile {
             update_seconds_per_parameter: None,
             handling_seconds_per_byte: None,
             handling_seconds_per_message: None,
+            alone: None,
             step: Some(curve(first.step_seconds)),
             layers: first.layers.into_iter().map(layer).collect(),
             device: first.device,

@@ -36,6 +36,7 @@ fn profile(kind: &str, layers: Vec<LayerProfile>) -> Profile {
         update_seconds_per_parameter: Some(1e-11),
         handling_seconds_per_byte: None,
         handling_seconds_per_message: None,
+        alone: None,
         step: Some(TimeCurve::new(vec![1], vec![0.5])),
         layers,
     };
@@ -117,9 +118,11 @@ fn the_processor_that_was_measured_is_what_a_fleet_calls_a_cpu() {
         is_backward,
         seconds: 2.0 * expected_seconds,
         expected_seconds,
+        beside: None,
     };
-    let (corrected, corrections) = one.corrected(Precision::Bf16, &[seen(false, 1.0), seen(true, 2.0)]);
-    assert_eq!((corrections.len(), corrected.devices[0].layers[0].forward.seconds[0]), (1, 2.0));
+    let corrected = one.corrected(Precision::Bf16, &[seen(false, 1.0), seen(true, 2.0)]);
+    let forward = corrected.profile.devices[0].layers[0].forward.seconds[0];
+    assert_eq!((corrected.layers.len(), forward), (1, 2.0));
 }
 
 #[test]
@@ -137,6 +140,21 @@ fn what_handling_takes_is_kept_and_the_least_of_two_counts() {
         .replace("\"handling_seconds_per_byte\": 1.0", "\"handling_seconds_per_byte\": -1.0");
     let error = Profile::parse(&broken, "p.json").unwrap_err().to_string();
     assert!(error.contains("handling_seconds_per_byte"), "{error}");
+}
+
+#[test]
+fn what_layers_take_alone_is_a_share() {
+    let of = |alone: f64| {
+        let mut profile = profile("25 % of H200", vec![layer(&["a"], &[(1, 1.0)])]);
+        profile.devices[0].alone = Some(alone);
+        profile
+    };
+    let merged = of(0.75).merge(of(0.25)).unwrap();
+    assert_eq!(Profile::parse(&merged.to_text(), "p.json").unwrap().devices[0].alone, Some(0.5));
+    for wrong in [0.0, -0.5, 1.5] {
+        let error = Profile::parse(&of(wrong).to_text(), "p.json").unwrap_err().to_string();
+        assert!(error.contains("25 % of H200 in bf16: alone"), "{error}");
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 mod living;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -250,8 +250,8 @@ impl Prepared {
     fn new(options: &Options, job: &Job, chain: &Chain) -> Result<Prepared> {
         let (fleet_options, table) = (options.on_fleet(), &options.search.table);
         let mut on = fleet_options.read(job, chain)?;
-        // Played instructions last as long as they should, whatever passes beside them.
-        on.costs = on.costs.without_handling(|kind| options.paced || !is_processor_here(kind));
+        let is_here = |kind: &str| is_processor_here(kind) || catalogue::share_of(kind).is_some();
+        on.costs = on.costs.in_a_box(&on.fleet, |kind| options.paced || !is_here(kind));
         let plan = match table {
             Some(path) => read_table(path, chain)?,
             None => fleet_options.search(job, chain, &on)?.best.plan,
@@ -428,7 +428,10 @@ impl Prepared {
             }
             steps.iter_mut().zip(own).for_each(|(step, own)| step.push(own));
         }
-        Ok(Trace { format: FORMAT, plan: self.plan.id(), stretch: self.stretch, steps })
+        let played = self.on.fleet.devices.iter().zip(&self.pace).filter(|(_, pace)| pace.is_some());
+        let played: BTreeSet<String> = played.map(|(device, _)| device.kind.clone()).collect();
+        let played = played.into_iter().collect();
+        Ok(Trace { format: FORMAT, plan: self.plan.id(), stretch: self.stretch, played, steps })
     }
 
     fn tell(&self, options: &Options, job: &Job, outcome: &Outcome) {

@@ -112,7 +112,13 @@ pub fn run(options: Options) -> Result {
         let what = format!("{}: no number of samples fits its memory", device.title());
         return Err(CliError::said(what, "give it more with --memory, or take fewer --samples"));
     }
+    let mut alone = None;
     if neighbours > 0 {
+        let middle = settings(measured.samples[measured.samples.len() / 2]);
+        let trial = Trial::new(&model, &middle, &device, None)?;
+        let share = measured.alone(trial, options.rounds, seconds_least)?;
+        println!("alone its layers take {:.0} % of what they take beside the others", 100.0 * share);
+        alone = Some(share);
         // A fleet's workers update at the same time, for which they share the machine's memory: so do these, which compute next
         // to nothing besides.
         let sequence = if chain.image.is_some() { sequence } else { 1 };
@@ -157,6 +163,7 @@ pub fn run(options: Options) -> Result {
             update_seconds_per_parameter: Some(measured.update_seconds() / chain.parameters() as f64),
             handling_seconds_per_byte: handling.seconds_per_byte,
             handling_seconds_per_message: handling.seconds_per_message,
+            alone,
             step: Some(TimeCurve::new(samples.clone(), measured.step_seconds.clone())),
             layers: measured.layers(&chain, options.precision, sequence),
         }],
@@ -215,6 +222,18 @@ impl Measured {
         let updates = parts(&mut trial, rounds)?.remove(&Part::Update);
         self.updates = updates.into_iter().collect();
         Ok(())
+    }
+
+    /// What layers take while nobody else computes, as a share of what was measured for as many samples as the middle one of those
+    /// that were.
+    fn alone(&self, mut trial: Trial, rounds: Option<usize>, seconds_least: f64) -> Result<f64> {
+        let rounds = enough(&mut trial, rounds, seconds_least)?;
+        let parts = parts(&mut trial, rounds)?.into_iter().filter(|(part, _)| *part != Part::Update);
+        let alone: f64 = parts.map(|(_, seconds)| seconds).sum();
+        let place = self.samples.len() / 2;
+        let beside: f64 = self.forward.iter().chain(&self.backward).map(|seconds| seconds[place]).sum();
+        // Where nobody is in another's way it is chance which of the two is longer.
+        Ok((alone / beside).min(1.0))
     }
 
     fn update_seconds(&self) -> f64 {

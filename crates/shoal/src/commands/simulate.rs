@@ -58,7 +58,11 @@ pub fn run(options: Options) -> Result {
     }
     let chain = job.chain();
     let drawing = options.timeline.as_deref().map(Drawing::named).transpose()?;
-    let on = options.on.read(&job, &chain)?;
+    let mut on = options.on.read(&job, &chain)?;
+    let ran = options.against.as_deref().map(Trace::read).transpose()?;
+    if let Some(ran) = &ran {
+        on.costs = on.costs.in_a_box(&on.fleet, |kind| ran.played.iter().any(|played| played == kind));
+    }
     if let Some(trace) = &options.trace {
         return trace::run(&options.on, &job, &chain, &on, trace, options.json);
     }
@@ -73,9 +77,8 @@ pub fn run(options: Options) -> Result {
     verify_all(&programs, &plan, &chain, Purpose::Train)?;
     let jitter = (options.jitter > 0.0).then_some(Jitter { seed: options.seed, most: options.jitter });
     let simulated = simulate(&programs, &layout, &world, Settings { jitter, ..Settings::default() })?;
-    if let Some(path) = &options.against {
+    if let Some(trace) = ran {
         let meetings = Meetings::new(&programs, &layout)?;
-        let trace = Trace::read(path)?;
         let comparison = against::Comparison::new(&trace, &plan, &programs, &meetings, &simulated)?;
         match options.json {
             true => println!("{}", comparison.json()),
@@ -83,11 +86,10 @@ pub fn run(options: Options) -> Result {
         }
         if let (Some(to), Some(profile)) = (&options.correct, &options.on.profile) {
             let seen = against::seen(&trace, &programs, &chain, &on);
-            let (profile, corrections) = Profile::read(profile)?.corrected(job.precision, &seen);
-            profile.write(to)?;
-            match options.json {
-                true => {}
-                false => against::print_corrections(&corrections),
+            let corrected = Profile::read(profile)?.corrected(job.precision, &seen);
+            corrected.profile.write(to)?;
+            if !options.json {
+                against::print_corrections(&corrected);
             }
             eprintln!("wrote {}", to.display());
         }

@@ -18,6 +18,9 @@ pub struct Trace {
     pub plan: String,
     /// How many times longer everything lasted than the fleet would take.
     pub stretch: f64,
+    /// Kinds of devices that were played and not real.
+    #[serde(default)]
+    pub played: Vec<String>,
     /// The steps that were noted: of each of the plan's devices, when its instructions were under way, in seconds of the
     /// machine's clock.
     pub steps: Vec<Vec<Vec<Traced>>>,

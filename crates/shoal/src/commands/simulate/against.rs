@@ -4,9 +4,10 @@
 use std::collections::{HashMap, HashSet};
 
 use serde_json::json;
-use shoal_fleet::{Correction, Seen};
+use shoal_engine::Traced;
+use shoal_fleet::{Corrected, Correction, Costs, Seen};
 use shoal_model::Chain;
-use shoal_plan::{Meetings, Op, Plan, Program};
+use shoal_plan::{Lane, Meetings, Op, Plan, Program};
 use shoal_sim::Simulated;
 
 use crate::commands::trial::median;
@@ -156,11 +157,11 @@ impl<'a> Comparison<'a> {
 pub fn seen(trace: &Trace, programs: &[Program], chain: &Chain, on: &OnFleet) -> Vec<Seen> {
     let mut seen = Vec::new();
     for step in &trace.steps {
+        let computing: Vec<Computing> =
+            programs.iter().zip(step).map(|(program, traced)| Computing::new(program, traced)).collect();
         for (program, traced) in programs.iter().zip(step) {
-            let seconds: HashMap<u32, f64> = traced
-                .iter()
-                .map(|traced| (traced.id, (traced.end - traced.start) / trace.stretch))
-                .collect();
+            let spans: HashMap<u32, (f64, f64)> =
+                traced.iter().map(|traced| (traced.id, (traced.start, traced.end))).collect();
             let device = program.device;
             for instruction in &program.instructions {
                 let (layer, is_backward, expected_seconds) = match instruction.op {
@@ -172,24 +173,74 @@ pub fn seen(trace: &Trace, programs: &[Program], chain: &Chain, on: &OnFleet) ->
                     }
                     _ => continue,
                 };
-                seen.extend(seconds.get(&instruction.id).map(|seconds| Seen {
+                let Some((start, end)) = spans.get(&instruction.id).copied() else { continue };
+                seen.push(Seen {
                     kind: on.fleet.devices[device].kind.clone(),
                     layer: chain.layers[layer].name.clone(),
                     is_backward,
-                    seconds: *seconds,
+                    seconds: (end - start) / trace.stretch,
                     expected_seconds,
-                }));
+                    beside: beside(&computing, programs, device, (start, end), &on.costs),
+                });
             }
         }
     }
     seen
 }
 
-pub fn print_corrections(corrections: &[Correction]) {
+/// When a device computed during a step: when each computation began, when it ended, and what all before it took.
+struct Computing(Vec<(f64, f64, f64)>);
+
+impl Computing {
+    fn new(program: &Program, traced: &[Traced]) -> Computing {
+        let computes = program.instructions.iter().filter(|next| next.lane == Lane::Compute);
+        let computes: HashSet<u32> = computes.map(|next| next.id).collect();
+        let mut spans: Vec<&Traced> = traced.iter().filter(|traced| computes.contains(&traced.id)).collect();
+        spans.sort_by(|a, b| a.start.total_cmp(&b.start));
+        let mut before = 0.0;
+        let span = |traced: &&Traced| {
+            let all_before = before;
+            before += traced.end - traced.start;
+            (traced.start, traced.end, all_before)
+        };
+        Computing(spans.iter().map(span).collect())
+    }
+
+    /// For how long by then.
+    fn until(&self, moment: f64) -> f64 {
+        let begun = self.0.partition_point(|(start, ..)| *start < moment);
+        self.0[..begun].last().map_or(0.0, |(start, end, before)| before + moment.min(*end) - start)
+    }
+}
+
+/// How much of the rest of its chip computed beside a device between two moments.
+fn beside(
+    computing: &[Computing],
+    programs: &[Program],
+    device: usize,
+    (start, end): (f64, f64),
+    costs: &Costs,
+) -> Option<f64> {
+    let chip = costs.seat(device)?.chip;
+    let (mut all, mut busy) = (0.0, 0.0);
+    for (program, computing) in programs.iter().zip(computing) {
+        let seat = costs.seat(program.device).filter(|seat| seat.chip == chip && program.device != device);
+        if let Some(seat) = seat {
+            all += seat.part * (end - start);
+            busy += seat.part * (computing.until(end) - computing.until(start));
+        }
+    }
+    Some(if all > 0.0 { busy / all } else { 0.0 })
+}
+
+pub fn print_corrections(corrected: &Corrected) {
     println!("layers took so many times what was profiled:");
     println!("{:>10} {:>10}  device and layer", "forward", "backward");
-    for Correction { kind, layer, forward, backward } in corrections {
+    for Correction { kind, layer, forward, backward } in &corrected.layers {
         println!("{forward:>10.3} {backward:>10.3}  {kind}: {layer}");
+    }
+    for (kind, alone) in &corrected.alone {
+        println!("{kind}: {alone:.3} of that while nobody else computes on its chip");
     }
 }
 
@@ -201,7 +252,7 @@ struct Ends {
 }
 
 impl Ends {
-    fn new(step: &[Vec<shoal_engine::Traced>], programs: &[Program], stretch: f64) -> Ends {
+    fn new(step: &[Vec<Traced>], programs: &[Program], stretch: f64) -> Ends {
         // Updates that wait in a line may be the step's before, or outlast this one.
         let own = programs.iter().zip(step).flat_map(|(program, traced)| {
             let in_line = program.instructions.iter().filter(|next| next.op.line().is_some());
