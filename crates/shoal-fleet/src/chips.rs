@@ -91,8 +91,8 @@ mod tests {
     fn chips_of(apart: Apart) -> Vec<Option<usize>> {
         let (fleet, alone) = (fleet(), 0.8);
         let part_of = |device: usize| match device {
-            0..4 => Some(Part { whole: "H200", percent: Some(50), alone }),
-            5..8 => Some(Part { whole: "CPU", percent: None, alone }),
+            0..=3 => Some(Part { whole: "H200", percent: Some(50), alone }),
+            5..=7 => Some(Part { whole: "CPU", percent: None, alone }),
             8 => Some(Part { whole: "H200", percent: Some(20), alone }),
             _ => None,
         };
