@@ -15,6 +15,7 @@
 mod form;
 mod pairwise;
 mod ring;
+mod route;
 mod tree;
 
 use std::ops::Range;
@@ -22,6 +23,10 @@ use std::ops::Range;
 use crate::error::{Error, Result};
 use crate::fabric::{Fabric, Tag};
 use form::{AsBytes, AsF32, Form, HalvedF32};
+use route::DIRECT_MAX;
+
+pub use route::Route;
+pub use tree::{Branch, branches};
 
 /// What numbers look like on the wire. Sums are made in f32 whatever it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,12 +80,13 @@ pub fn reduce_scatter(
     tag: Tag,
 ) -> Result<()> {
     let group = Group::new(fabric, members, slices, buffer.len(), tag)?;
-    match wire {
-        Wire::Bf16 => pairwise::reduce_scatter(&group, buffer),
-        Wire::F32 if group.is_small::<AsF32>() => {
-            tree::reduce(&group, buffer).and_then(|()| tree::scatter(&group, buffer))
+    let bytes = slices.iter().map(ExactSizeIterator::len).sum::<usize>() * AsF32::ITEM_BYTES;
+    match Route::of_adding(members.len(), bytes, wire, fabric.tree_bytes_max()) {
+        Route::Pairwise => pairwise::reduce_scatter(&group, buffer),
+        Route::Tree => tree::reduce(&group, buffer).and_then(|()| tree::scatter(&group, buffer)),
+        Route::Ring | Route::Direct => {
+            ring::run(&group, &AsF32, buffer, ring::Way { reduce: Some(form::add), gather: false })
         }
-        Wire::F32 => ring::run(&group, &AsF32, buffer, ring::Way { reduce: Some(form::add), gather: false }),
     }
 }
 
@@ -107,9 +113,6 @@ pub fn all_reduce(
     }
 }
 
-/// Among so many everyone sends to everyone, which takes one exchange; among more that would be too many messages.
-const DIRECT_MAX: usize = 4;
-
 /// A few numbers become their sums over all members, added in the order of members: for losses, norms and counts.
 pub fn sum_f64(fabric: &Fabric, members: &[usize], values: &mut [f64], tag: Tag) -> Result<()> {
     let slices = vec![0..0; members.len()];
@@ -118,7 +121,7 @@ pub fn sum_f64(fabric: &Fabric, members: &[usize], values: &mut [f64], tag: Tag)
     if bytes > crate::link::EAGER_MESSAGE_BYTES_MAX {
         return Err(group.wrong(format!("{} numbers are not a few", values.len())));
     }
-    if members.len() > DIRECT_MAX {
+    if Route::of_numbers(members.len()) == Route::Tree {
         return sum_by_tree(fabric, members, values, tag);
     }
     let tag = tag.part(Part::Sum as u64);
@@ -262,10 +265,10 @@ impl<'a> Group<'a> {
         self.tag.part(part as u64)
     }
 
-    /// Whether to go by the tree. Between two the ring is one exchange, and a tree is two.
+    /// Whether to go by the tree.
     fn is_small<F: Form>(&self) -> bool {
         let bytes = self.slices.iter().map(ExactSizeIterator::len).sum::<usize>() * F::ITEM_BYTES;
-        self.size() > 2 && bytes <= self.fabric.tree_bytes_max()
+        Route::of_gathering(self.size(), bytes, self.fabric.tree_bytes_max()) == Route::Tree
     }
 
     fn gather<F: Form>(&self, form: &F, buffer: &mut [F::Item]) -> Result<()> {

@@ -30,6 +30,7 @@ pub mod wire;
 
 pub use error::{Error, Result};
 pub use fabric::{Fabric, Incoming, Outgoing, Tag, in_process, in_process_each};
+pub use link::EAGER_MESSAGE_BYTES_MAX;
 pub use settings::{LinkShape, Settings, Shape};
 pub use tcp::{Endpoint, Guard, Reception, Seat, Security, all_but, connect};
 

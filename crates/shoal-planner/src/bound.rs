@@ -13,9 +13,16 @@ pub(crate) fn least_seconds(layout: &Layout, world: &FleetWorld) -> f64 {
     forwards(layout, world, &mut courses);
     backwards(layout, world, &mut courses);
     // Nothing of it is quicker than the quickest device whose chip's others rest.
-    let whole = |course: &Course| quickest(layout, world) * (course.soonest + course.busy + course.rest);
-    let longest = courses.iter().filter(|course| course.busy > 0.0).map(whole).fold(0.0, f64::max);
-    (longest + updating_seconds(layout, world)).max(world.carrying_seconds())
+    let quickest = quickest(layout, world);
+    let first = updating_seconds(layout, world);
+    let whole = |(device, course): (usize, &Course)| {
+        // Updates wait for the norm of all gradients, and the next step's samples for them: the device's own, and before anything
+        // comes to it those of whoever began.
+        let own = updates(layout, world, device) + quickest * (course.busy + course.rest);
+        own.max(first + quickest * (course.soonest + course.busy + course.rest))
+    };
+    let courses = courses.iter().enumerate().filter(|(_, course)| course.busy > 0.0);
+    courses.map(whole).fold(0.0, f64::max).max(world.carrying_seconds())
 }
 
 /// What layers take at the least of what they take beside all that share a chip with their device.
@@ -24,14 +31,16 @@ fn quickest(layout: &Layout, world: &FleetWorld) -> f64 {
     seats.map(|seat| seat.alone).fold(1.0, f64::min)
 }
 
-/// The least that comes after the last backward: updates wait for the norm of all gradients.
+/// The least that comes between the norm of all gradients and the next step's first forward.
 fn updating_seconds(layout: &Layout, world: &FleetWorld) -> f64 {
-    let update = |device: usize| -> f64 {
-        let held = (0..layout.plan.tensors.len()).flat_map(|tensor| layout.held(tensor, device));
-        let own = held.filter(|held| held.holder.tier() == Tier::Device);
-        world.costs.update(device, own.map(|held| held.slice.count() as u64).sum())
-    };
-    layout.members().iter().map(|device| update(*device)).fold(0.0, f64::max)
+    layout.members().iter().map(|device| updates(layout, world, *device)).fold(f64::INFINITY, f64::min)
+}
+
+/// What a device updates in its own memory.
+fn updates(layout: &Layout, world: &FleetWorld, device: usize) -> f64 {
+    let held = (0..layout.plan.tensors.len()).flat_map(|tensor| layout.held(tensor, device));
+    let own = held.filter(|held| held.holder.tier() == Tier::Device);
+    world.costs.update(device, own.map(|held| held.slice.count() as u64).sum())
 }
 
 /// What makes a step interesting.

@@ -86,12 +86,17 @@ pub fn of(
     layout: &Layout,
 ) -> Result<Vec<Breakdown>, ProgramError> {
     let active = active(programs, simulated, layout)?;
-    let each = programs.iter().zip(&active).map(|(program, spans)| {
+    let each = programs.iter().zip(&active).zip(&simulated.spans).map(|((program, spans), started)| {
+        // A device's step begins when its own part of the one before is over.
+        let starts = program.instructions.iter().zip(started).filter(|(next, _)| next.op.line().is_none());
+        let began = starts.map(|(_, span)| span.start).fold(f64::INFINITY, f64::min);
+        let within = |moment: f64| (moment - began).clamp(0.0, simulated.seconds);
         let mut changes: Vec<(f64, usize, i32)> = Vec::new();
         for (instruction, span) in program.instructions.iter().zip(spans) {
-            if span.end > span.start {
+            let (start, end) = (within(span.start), within(span.end));
+            if end > start {
                 let part = part(instruction.lane, &instruction.op);
-                changes.extend([(span.start, part, 1), (span.end, part, -1)]);
+                changes.extend([(start, part, 1), (end, part, -1)]);
             }
         }
         swept(changes, simulated.seconds)

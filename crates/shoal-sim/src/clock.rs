@@ -56,14 +56,15 @@ pub struct DeviceTime {
     pub idle: f64,
 }
 
-/// A step, played through: one of many that follow each other. Where a step leaves updates under way it begins beside those
-/// of the one before, and ends without its own; otherwise it is like any other, wherever it stands.
+/// A step, played through: one of many that follow each other. Every device begins it when its own part of the step before is
+/// over, beside updates that others have yet to do or that were left under way.
 #[derive(Clone, Debug)]
 pub struct Simulated {
-    /// From the end of the step before to its own.
+    /// From a moment of the step before to the same of this one. Devices that end later than others have less than this between
+    /// the first one's beginning and their own end, for they began later too.
     pub seconds: f64,
-    /// Of each program's instructions, in their order. Of updates that outlast their step, those of the step before, from the
-    /// step's beginning on.
+    /// Of each program's instructions, in their order, from the moment on that the first device began. Of updates that outlast
+    /// their step, those of the step before.
     pub spans: Vec<Vec<Span>>,
     /// Of each program's device.
     pub devices: Vec<DeviceTime>,
@@ -83,35 +84,43 @@ pub fn simulate(
     let mut clock = Clock::new(devices, &meetings, world.resources(), settings);
     clock.handling = Handling::new((0..devices).map(|device| world.handling(device)).collect());
     clock.sharing = Sharing::new((0..devices).map(|device| world.seat(device)).collect());
-    let leaves = |program: &Program| !settings.alone && !program.left_behind().is_empty();
-    let steps = if programs.iter().any(leaves) { 2 } else { 1 };
-    let over = if steps == 1 { Milestone::Over } else { Milestone::Listed };
-    // Of the step before, what it leaves under way is of interest; memory is at its highest before that.
-    let from = if steps == 1 || settings.memory { From::Begin } else { From::Norm };
-    let (mut ends, mut left) = (Vec::new(), clock.begin_step(programs, layout, world, from));
-    if left == 0 && steps > 1 {
-        ends.push(clock.now);
-        left = clock.begin_step(programs, layout, world, From::Begin);
+    let closes = programs.iter().any(|program| closing_place(program).is_some());
+    let steps = if settings.alone || !closes { 1 } else { 2 };
+    for _ in 0..steps {
+        clock.open_step(programs, layout, world);
     }
-    clock.run(&mut |clock, _, milestone| {
-        left -= usize::from(milestone == over);
-        if left == 0 && milestone == over {
-            ends.push(clock.now);
-            if ends.len() < steps {
-                left = clock.begin_step(programs, layout, world, From::Begin);
-            }
+    if steps == 2 && !settings.memory {
+        // What comes behind the closing sums is of interest; memory is at its highest before that.
+        clock.pass_closing_sums(programs.len());
+    }
+    // When each began its last step, for those who have a part in it.
+    let mut begun: Vec<Option<f64>> =
+        programs.iter().map(|program| Some(0.0).filter(|_| !program.instructions.is_empty())).collect();
+    for number in 0..programs.len() {
+        clock.enter(number, layout);
+        // Who has nothing left to wait for of the step before is in the next one.
+        if steps == 2 && clock.courses[number].listed_left == 0 {
+            clock.enter(number + programs.len(), layout);
+        }
+    }
+    (0..devices).for_each(|device| clock.go_on(device));
+    clock.run(&mut |clock, program, milestone| {
+        if milestone == Milestone::Listed && steps == 2 && program < programs.len() {
+            begun[program] = Some(clock.now);
+            clock.enter(program + programs.len(), layout);
         }
     });
-    clock.result(programs.len(), &ends)
+    clock.result(programs, &begun)
 }
 
-/// Where a step is taken up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum From {
-    Begin,
-    /// When the gradients' norm is known. It waits for all that takes time before it, and all updates wait for it: nothing is
-    /// under way at that moment.
-    Norm,
+/// A step's closing sums, loss and norm: they wait for all that takes time before them, and all updates for them.
+fn is_closing(op: &Op) -> bool {
+    matches!(op, Op::SumLoss | Op::GradientNorm)
+}
+
+/// Where a program has the last of them.
+fn closing_place(program: &Program) -> Option<usize> {
+    program.instructions.iter().rposition(|instruction| is_closing(&instruction.op))
 }
 
 /// How far a program has come.
@@ -209,38 +218,34 @@ impl<'a> Clock<'a> {
         number
     }
 
-    /// All programs of one more step, each on its own device, beside what the step before has left under way. Returns how many
-    /// of them have something left that the next step waits for.
-    fn begin_step(
-        &mut self,
-        programs: &'a [Program],
-        layout: &'a Layout,
-        world: &'a dyn World,
-        from: From,
-    ) -> usize {
+    /// The programs of one more step, none of which has begun.
+    fn open_step(&mut self, programs: &'a [Program], layout: &'a Layout, world: &'a dyn World) {
         let step = self.courses.len() / programs.len().max(1);
-        let first_meeting = self.missing.len();
         self.missing.extend(self.meetings.all.iter().map(|meeting| meeting.members.len() as u32));
-        let mut awaited = 0;
         for (number, program) in programs.iter().enumerate() {
-            let added = self.add(program, layout, world, program.device);
-            let (earlier, own) = self.courses.split_at_mut(added);
-            (own[0].number, own[0].step) = (number, step);
-            if step > 0 {
-                own[0].follow(&mut earlier[added - programs.len()], layout, added);
-            }
-            if from == From::Norm {
-                let passed = 0..own[0].pass_norm();
-                for meeting in passed.filter_map(|place| self.meetings.of((number, place))) {
-                    self.missing[first_meeting + meeting] -= 1;
-                }
-            }
-            awaited += usize::from(own[0].listed_left > 0);
+            let course = Course::new(program, layout, world, program.device, self.settings.memory);
+            self.courses.push(Course { number, step, ..course });
         }
-        for device in 0..self.here.len() {
-            self.go_on(device);
+    }
+
+    /// Takes the first of the steps up at the moment when its closing sums are known: nothing is under way then.
+    fn pass_closing_sums(&mut self, programs: usize) {
+        for number in 0..programs {
+            let passed = 0..self.courses[number].pass_closing_sums();
+            for meeting in passed.filter_map(|place| self.meetings.of((number, place))) {
+                self.missing[meeting] -= 1;
+            }
         }
-        awaited
+    }
+
+    /// A program begins, beside what the same device's one of the step before has left under way.
+    fn enter(&mut self, number: usize, layout: &'a Layout) {
+        let programs = self.meetings.programs();
+        if let Some(before) = number.checked_sub(programs) {
+            let (earlier, own) = self.courses.split_at_mut(number);
+            own[0].follow(&mut earlier[before], layout, number);
+        }
+        self.here[self.courses[number].device].push(number);
     }
 
     /// Until nothing is under way.
@@ -488,8 +493,8 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// Of the last of some steps that ended then, each of so many programs.
-    fn result(self, programs: usize, ends: &[f64]) -> Result<Simulated, ProgramError> {
+    /// Of the last step, whose programs began then.
+    fn result(self, programs: &[Program], begun: &[Option<f64>]) -> Result<Simulated, ProgramError> {
         for course in &self.courses {
             if course.left > 0 {
                 let slots = course.slots[..course.spans.len()].iter();
@@ -498,18 +503,24 @@ impl<'a> Clock<'a> {
                 return Err(ProgramError::Stuck { device: course.program.device, instruction });
             }
         }
-        let (began, ended) = match ends {
-            [] => (0.0, self.now),
-            [end] => (0.0, *end),
-            [.., before, end] => (*before, *end),
+        let (earlier, last) = self.courses.split_at(self.courses.len() - programs.len());
+        // Everyone waits for the closing sums, so that is one moment for all; alone a step lasts until all of it is over.
+        let closed = |courses: &[Course]| {
+            let spans =
+                courses.iter().flat_map(|course| course.program.instructions.iter().zip(&course.spans));
+            spans.filter(|(next, _)| is_closing(&next.op)).map(|(_, span)| span.end).reduce(f64::max)
         };
-        let seconds = ended - began;
-        let (earlier, last) = self.courses.split_at(self.courses.len() - programs);
+        let seconds = match (closed(earlier), closed(last)) {
+            (Some(before), Some(now)) => now - before,
+            _ => self.now,
+        };
+        let began = begun.iter().flatten().copied().fold(f64::INFINITY, f64::min).min(self.now);
         let spans = last.iter().enumerate().map(|(number, course)| {
             let before = earlier.get(number);
+            let listed = course.listed_end;
             let span = |(place, own): (usize, &Span)| {
                 let is_left_behind = course.slots[place].is_left_behind;
-                let span = match before.filter(|_| is_left_behind && own.end > ended) {
+                let span = match before.filter(|_| is_left_behind && own.end > listed) {
                     Some(before) => before.spans[place],
                     None => *own,
                 };

@@ -4,6 +4,7 @@
 //! under way is played after another one, beside what that has left: so long is every step of a run.
 //!
 //! - [`clock`]: the clock itself.
+//! - `collectives`: what passes, and how long that takes, where many take part.
 //! - [`flows`]: transfers that share links, and how long they take.
 //! - `handling`: what messages take of processors that compute.
 //! - `sharing`: what computing takes on chips that several devices share.
@@ -11,6 +12,7 @@
 //! - [`world`]: what instructions cost on a fleet with a profile.
 
 pub mod clock;
+mod collectives;
 pub mod flows;
 mod handling;
 pub mod jobs;

@@ -3,10 +3,14 @@
 
 use std::collections::BTreeMap;
 
-use crate::flows::Resource;
 use shoal_fleet::costs::Handling;
 use shoal_fleet::{Costs, Fleet, Link, Seat};
-use shoal_plan::{GatheredPart, Layout, Op, Pace, Pass, Samples, Tier};
+use shoal_model::LayerKind;
+use shoal_net::collective::Wire;
+use shoal_plan::{GatheredPart, GradientWire, Layout, Op, Pace, Pass, ReducedPart, Samples, Slice, Tier};
+
+use crate::collectives::{Circle, Traffic};
+use crate::flows::Resource;
 
 /// Of a forward with a batch norm, the part before its statistics; of its backward likewise.
 const BEGIN_SHARE: f64 = 0.7;
@@ -100,7 +104,7 @@ impl<'a> FleetWorld<'a> {
             hand_overs: Vec::new(),
             small: Work::default(),
         };
-        world.small = Work::seconds(world.small_sum(layout.members()));
+        world.small = world.small_sum(layout.members());
         for layer in 0..layout.chain.layers.len() {
             let passes = [Pass::Forward, Pass::Backward, Pass::Step, Pass::Update];
             let gather = |pass| Some((pass, world.gather(layer, pass)?));
@@ -151,37 +155,14 @@ impl<'a> FleetWorld<'a> {
         slowed(work, &link, &self.resources)
     }
 
-    /// A ring through devices, node by node, over which so many bytes pass each of them.
-    fn ring(&self, devices: &[usize], bytes: f64, rounds: f64) -> Work {
-        self.ring_to(devices, bytes, rounds, |_| true)
+    fn circle<'w>(&'w self, members: &'w [usize], way: &'w dyn Fn(usize, usize, f64) -> Work) -> Circle<'w> {
+        Circle { fleet: self.fleet, members, way }
     }
 
-    /// The same where some of them need nothing: the link to such a one stays free.
-    fn ring_to(&self, devices: &[usize], bytes: f64, rounds: f64, needs: impl Fn(usize) -> bool) -> Work {
-        if devices.len() < 2 {
-            return Work::default();
-        }
-        let mut order = devices.to_vec();
-        order.sort_by_key(|device| (self.fleet.devices[*device].node, *device));
-        let (mut resources, mut seconds) = (Vec::new(), 0.0);
-        let mut slowest: Option<Link> = None;
-        for (place, from) in order.iter().enumerate() {
-            let to = order[(place + 1) % order.len()];
-            if !needs(to) {
-                continue;
-            }
-            let link = self.fleet.link(*from, to);
-            seconds += link.seconds_latency;
-            resources.extend(self.way(*from, to, bytes).resources);
-            slowest = Some(slowest.map_or(link.clone(), |other| other.slowest(&link)));
-        }
-        resources.sort_unstable();
-        resources.dedup();
-        // A ring of n has n - 1 steps, and each waits for one link.
-        let steps = rounds * (order.len() - 1) as f64;
-        seconds *= steps / order.len() as f64;
-        let work = Work { seconds, bytes, resources, handled_bytes: 2.0 * bytes, handled_messages: steps };
-        slowest.map_or(work.clone(), |link| slowed(work, &link, &self.resources))
+    /// Parts of a buffer, each of so many bytes at a device, to all of some devices.
+    fn gathered(&self, devices: &[usize], parts: impl Iterator<Item = (usize, f64)>) -> Traffic {
+        let way = |from, to, bytes| self.way(from, to, bytes);
+        self.circle(devices, &way).gather(&slices(devices, parts))
     }
 
     /// Parameters of a layer, from their holders to those who lack them.
@@ -190,6 +171,7 @@ impl<'a> FleetWorld<'a> {
         let size = self.layout.plan.precision.bytes() as f64;
         let parts = self.layout.gathered_parts(layer, pass);
         let bytes = |part: &GatheredPart| part.slice.count() as f64 * size;
+        let mut traffic = self.gathered(&group.devices, parts.iter().map(|part| (part.device, bytes(part))));
         let total: f64 = parts.iter().map(bytes).sum();
         let own = |device: usize| -> f64 {
             // What lies farther away is brought like that of others.
@@ -197,75 +179,88 @@ impl<'a> FleetWorld<'a> {
             here.map(bytes).sum()
         };
         let lacking = group.receivers.iter().map(|device| total - own(*device)).fold(0.0, f64::max);
-        Some(self.through_tiers(&group.devices, lacking.max(0.0), group.tier, true))
+        traffic.pass(self.tiers(&group.devices, group.tier, true), lacking);
+        Some(traffic.work(&self.resources))
     }
 
-    /// A ring, and where slices lie farther away the way there.
-    fn through_tiers(&self, devices: &[usize], bytes: f64, tier: Tier, to_device: bool) -> Work {
-        let mut work = self.ring(devices, bytes, 1.0);
-        work.bytes = bytes;
-        self.pass_tiers(&mut work, devices, tier, to_device);
-        work
-    }
-
-    /// The way to memories farther away, beside what a movement passes already.
-    fn pass_tiers(&self, work: &mut Work, devices: &[usize], tier: Tier, to_device: bool) {
-        if tier != Tier::Device {
-            for device in devices {
-                let way = if to_device { Way::FromHost } else { Way::ToHost };
-                work.resources.extend(self.host_way(*device, work.bytes, way).resources);
+    /// What is passed on the way to or from memories farther away than the devices' own.
+    fn tiers(&self, devices: &[usize], tier: Tier, to_device: bool) -> Vec<u32> {
+        let (way, disk) = match to_device {
+            true => (Way::FromHost, Shared::DiskRead),
+            false => (Way::ToHost, Shared::DiskWrite),
+        };
+        let mut passed = Vec::new();
+        for device in devices {
+            if tier != Tier::Device {
+                passed.extend([self.device(*device, way), self.node(*device, Shared::Memory)]);
+            }
+            if tier == Tier::Disk {
+                passed.push(self.node(*device, disk));
             }
         }
-        if tier == Tier::Disk {
-            let disk = if to_device { Shared::DiskRead } else { Shared::DiskWrite };
-            work.resources.extend(devices.iter().map(|device| self.node(*device, disk)));
-        }
-        work.resources.sort_unstable();
-        work.resources.dedup();
+        passed
     }
 
-    /// Gradients of what a layer owns, to their holders.
+    /// Gradients of what a layer owns, to their holders: added up, and what has several holders once more to all of them.
     fn reduction(&self, layer: usize) -> Work {
         let Some(group) = self.layout.reduce(layer) else { return Work::default() };
         let parts = self.layout.reduced_parts(layer);
-        let elements: f64 = parts.iter().map(|part| part.slice.count() as f64).sum();
-        let held: f64 = parts.iter().map(|part| (part.slice.count() * part.holders.len()) as f64).sum();
-        let count = group.devices.len() as f64;
-        if count < 2.0 {
-            return self.through_tiers(&group.devices, 4.0 * elements, group.tier, false);
+        let elements = |part: &ReducedPart| part.slice.count() as f64;
+        let wire = match self.layout.gradient_wire(layer) {
+            GradientWire::Fp32 => Wire::F32,
+            GradientWire::Bf16 => Wire::Bf16,
+        };
+        let way = |from, to, bytes| self.way(from, to, bytes);
+        let added = slices(&group.devices, parts.iter().map(|part| (part.device, elements(part))));
+        let mut traffic = self.circle(&group.devices, &way).add(&added, wire);
+        let mut circles: Vec<&Vec<usize>> = parts.iter().map(|part| &part.holders).collect();
+        circles.sort_unstable();
+        circles.dedup();
+        for holders in circles {
+            let theirs = parts.iter().filter(|part| part.holders == *holders);
+            let shared = self.gathered(holders, theirs.map(|part| (part.device, 4.0 * elements(part))));
+            traffic = traffic.and(shared);
         }
-        // Once around to add up, and once more, as sums, as far as slices have several holders.
-        let copies = (held / elements.max(1.0)).min(count);
-        let again = (copies - 1.0) / (count - 1.0);
-        let rounds = 1.0 + again;
-        let sent = self.layout.gradient_wire(layer).bytes() as f64;
-        let bytes = (sent + 4.0 * again) * elements * (count - 1.0) / count;
-        let mut work = self.through_tiers(&group.devices, bytes, group.tier, false);
-        work.seconds = self.ring(&group.devices, bytes, rounds).seconds;
-        work
+        let total = 4.0 * parts.iter().map(elements).sum::<f64>();
+        traffic.pass(self.tiers(&group.devices, group.tier, false), total);
+        traffic.work(&self.resources)
     }
 
     /// Their sums from there to the optimizer's slices. What stays on a device's own memory takes no time beside the rest.
     fn hand_over(&self, layer: usize) -> Work {
         let Some(group) = self.layout.hand_over(layer) else { return Work::default() };
         let parts = self.layout.handed_parts(layer);
-        let passed: f64 = parts.iter().map(|part| 4.0 * part.slice.count() as f64).sum();
-        // Who gives all of it gets nothing back.
-        let needs = |device: usize| parts.iter().any(|part| part.device != device);
-        let mut work = match parts.is_empty() {
-            true => Work::default(),
-            false => self.ring_to(&group.devices, passed, 1.0, needs),
+        let bytes = |slice: Slice| 4.0 * slice.count() as f64;
+        let mut traffic =
+            self.gathered(&group.devices, parts.iter().map(|part| (part.device, bytes(part.slice))));
+        let passed: f64 = parts.iter().map(|part| bytes(part.slice)).sum();
+        let handed = |device: &usize| -> f64 {
+            let held =
+                self.layout.owned(layer).iter().flat_map(|tensor| self.layout.handed(*tensor, *device));
+            held.map(|held| bytes(held.slice)).sum()
         };
-        if group.tier != Tier::Device {
-            let handed = |device: &usize| -> f64 {
-                let held =
-                    self.layout.owned(layer).iter().flat_map(|tensor| self.layout.handed(*tensor, *device));
-                held.map(|held| 4.0 * held.slice.count() as f64).sum()
-            };
-            work.bytes = group.receivers.iter().map(handed).fold(work.bytes, f64::max);
-            self.pass_tiers(&mut work, &group.devices, group.tier, false);
-        }
-        work
+        let most = group.receivers.iter().map(handed).fold(passed, f64::max);
+        traffic.pass(self.tiers(&group.devices, group.tier, false), most);
+        traffic.work(&self.resources)
+    }
+
+    /// A batch norm's statistics, from all that have samples of a group to each of them.
+    fn exchange(&self, layer: usize, group: usize) -> Work {
+        let Some(group) = self.layout.exchange(layer, group) else { return Work::default() };
+        let columns = match &self.layout.chain.layers[layer].kind {
+            LayerKind::Convolution(spec) => spec.outputs,
+            _ => 0,
+        };
+        // A count, and two numbers a column.
+        let share = (8 + 2 * 4 * columns) as f64;
+        let shares = group.devices.iter().map(|device| (*device, share));
+        self.gathered(&group.devices, shares).work(&self.resources)
+    }
+
+    /// A few numbers, summed over devices.
+    fn small_sum(&self, devices: &[usize]) -> Work {
+        let way = |from, to, bytes| self.way(from, to, bytes);
+        self.circle(devices, &way).numbers().work(&self.resources)
     }
 
     /// What no step is below: the bytes of parameters and gradients that pass the busiest link or memory, at its rate.
@@ -284,13 +279,15 @@ impl<'a> FleetWorld<'a> {
         let seconds = bytes.iter().zip(&self.resources).map(|(bytes, of)| bytes / of.bytes_per_second);
         seconds.fold(0.0, f64::max)
     }
+}
 
-    /// A few numbers, summed over devices: up and down a tree.
-    fn small_sum(&self, devices: &[usize]) -> f64 {
-        let Some(first) = devices.first() else { return 0.0 };
-        let latencies = devices.iter().map(|device| self.fleet.link(*first, *device).seconds_latency);
-        2.0 * (devices.len() as f64).log2().ceil() * latencies.fold(0.0, f64::max)
+/// By member, in order, what parts it has of a buffer.
+fn slices(members: &[usize], parts: impl Iterator<Item = (usize, f64)>) -> Vec<f64> {
+    let mut slices = vec![0.0; members.len()];
+    for (device, size) in parts {
+        slices[members.binary_search(&device).expect("who has a part is a member")] += size;
     }
+    slices
 }
 
 /// Links that were measured may be slower for messages of a size than their nodes' interfaces: so many more bytes.
@@ -380,10 +377,7 @@ impl World for FleetWorld<'_> {
             Op::Receive { layer, samples, from, .. } => {
                 self.way(from, device, self.output_bytes(layer, samples))
             }
-            Op::Exchange { layer, group, .. } => {
-                let group = self.layout.exchange(layer, group).unwrap_or_default();
-                Work::seconds(self.small_sum(&group.devices))
-            }
+            Op::Exchange { layer, group, .. } => self.exchange(layer, group),
             Op::CountTargets | Op::SumLoss | Op::GradientNorm => self.small.clone(),
             _ => self.alone(op, device),
         }

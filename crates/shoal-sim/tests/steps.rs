@@ -494,10 +494,11 @@ fn a_step_runs_beside_the_updates_of_the_one_before() {
     }
 }
 
-/// Where nothing is left under way a step is like any other.
+/// A device begins its next step when its own part of the last one is over, whatever others have yet to do. Alone, or where all
+/// end at once, that changes nothing.
 #[test]
-fn steps_that_leave_nothing_behind_are_played_once() {
-    let (mut leaving, mut others) = (0, 0);
+fn steps_follow_each_other_device_by_device() {
+    let (mut shorter, mut single) = (0, 0);
     for seed in 0..400 {
         let mut draw = Draw::new(seed);
         let (chain, sequence) = draw::model(&mut draw);
@@ -510,14 +511,27 @@ fn steps_that_leave_nothing_behind_are_played_once() {
                 .unwrap()
         };
         let (steady, alone) = (played(false), played(true));
-        if programs.iter().all(|program| program.left_behind().is_empty()) {
-            assert_eq!((steady.seconds, steady.spans), (alone.seconds, alone.spans), "seed {seed}");
-            others += 1;
-        } else {
-            leaving += 1;
+        if programs.iter().any(|program| !program.left_behind().is_empty()) {
+            continue;
+        }
+        match layout.members() {
+            [_] => {
+                assert!((steady.seconds - alone.seconds).abs() <= 1e-9 * alone.seconds, "seed {seed}");
+                single += 1;
+            }
+            // Other transfers meet on shared links, which may cost a little.
+            _ => {
+                assert!(
+                    steady.seconds <= 1.05 * alone.seconds,
+                    "seed {seed}: {} {}",
+                    steady.seconds,
+                    alone.seconds
+                );
+                shorter += usize::from(steady.seconds < 0.999 * alone.seconds);
+            }
         }
     }
-    assert!(leaving > 50 && others > 50, "{leaving} and {others} tables");
+    assert!(shorter > 20 && single > 20, "{shorter} shorter, {single} on one device");
 }
 
 /// Where dropping something takes no time, as in every other world.
@@ -537,10 +551,10 @@ impl World for ReleasedAtOnce {
     }
 }
 
-/// What a step finds under way is the same whether the one before is played from its beginning or from its norm on. (With
+/// What a step finds under way is the same whether the one before is played from its beginning or from its closing sums on. (With
 /// memory it is played whole.)
 #[test]
-fn a_step_before_counts_from_its_norm_on() {
+fn a_step_before_counts_from_its_closing_sums_on() {
     let mut leaving = 0;
     for seed in 0..400 {
         let mut draw = Draw::new(seed);

@@ -9,41 +9,42 @@ use crate::error::Result;
 use crate::link::Nothing;
 
 /// One edge of the tree: a place, and the run of places at and below it.
-struct Edge {
-    place: usize,
-    below: Range<usize>,
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Branch {
+    pub place: usize,
+    pub below: Range<usize>,
 }
 
 /// Whom a place exchanges messages with.
 pub fn neighbours(place: usize, size: usize) -> impl Iterator<Item = usize> {
-    below(place, size).chain(above(place, size)).map(|edge| edge.place)
+    branches(place, size).chain(above(place, size)).map(|edge| edge.place)
 }
 
-fn children(group: &Group) -> impl DoubleEndedIterator<Item = Edge> {
-    below(group.place, group.size())
+fn children(group: &Group) -> impl DoubleEndedIterator<Item = Branch> {
+    branches(group.place, group.size())
 }
 
-fn parent(group: &Group) -> Option<Edge> {
+fn parent(group: &Group) -> Option<Branch> {
     above(group.place, group.size())
 }
 
-/// The children of a place, nearest first.
-fn below(place: usize, size: usize) -> impl DoubleEndedIterator<Item = Edge> {
+/// The children of a place among so many, nearest first.
+pub fn branches(place: usize, size: usize) -> impl DoubleEndedIterator<Item = Branch> {
     let strides: Vec<usize> =
         (0..).map(|bit| 1 << bit).take_while(|stride| *stride < size && place & stride == 0).collect();
     strides.into_iter().filter(move |stride| place + stride < size).map(move |stride| {
         let child = place + stride;
-        Edge { place: child, below: child..(child + stride).min(size) }
+        Branch { place: child, below: child..(child + stride).min(size) }
     })
 }
 
 /// The parent of a place, and the run of places that is its own; none for the root.
-fn above(place: usize, size: usize) -> Option<Edge> {
+fn above(place: usize, size: usize) -> Option<Branch> {
     if place == 0 {
         return None;
     }
     let stride = place & place.wrapping_neg();
-    Some(Edge { place: place - stride, below: place..(place + stride).min(size) })
+    Some(Branch { place: place - stride, below: place..(place + stride).min(size) })
 }
 
 /// The root's slices become the sums over all members.

@@ -4,9 +4,9 @@ use std::collections::HashMap;
 
 use shoal_plan::effects::effects;
 use shoal_plan::memory::Meter;
-use shoal_plan::{Instruction, Lane, Layout, Op, Program};
+use shoal_plan::{Lane, Layout, Op, Program};
 
-use super::{DeviceTime, Span, line};
+use super::{DeviceTime, Span, closing_place, line};
 use crate::world::World;
 
 /// A program under way.
@@ -28,8 +28,9 @@ pub(super) struct Course<'a> {
     pub(super) spans: Vec<Span>,
     pub(super) left: usize,
     pub(super) computations_left: usize,
-    /// Instructions left but for those that the next step may begin without.
+    /// Instructions left but for those that the next step may begin without, and when the last of them ended.
     pub(super) listed_left: usize,
+    pub(super) listed_end: f64,
     /// Of those, what comes after them in the next step's program: that program, and its places.
     pub(super) followed_by: HashMap<usize, Vec<(usize, usize)>>,
     pub(super) meter: Option<Memory<'a>>,
@@ -113,6 +114,7 @@ impl<'a> Course<'a> {
             number: 0,
             step: 0,
             listed_left: instructions.len() - left_behind.len(),
+            listed_end: 0.0,
             followed_by: HashMap::new(),
             computations_left: slots.iter().filter(|slot| slot.computes_layer).count(),
             slots,
@@ -138,10 +140,9 @@ impl<'a> Course<'a> {
         (self.program.instructions[place].lane == Lane::Compute).then_some(self.device)
     }
 
-    /// Goes past the norm without any time passing. Returns how many instructions that were.
-    pub(super) fn pass_norm(&mut self) -> usize {
-        let is_norm = |instruction: &Instruction| matches!(instruction.op, Op::GradientNorm);
-        let count = self.program.instructions.iter().position(is_norm).map_or(0, |place| place + 1);
+    /// Goes past the closing sums without any time passing. Returns how many instructions that were.
+    pub(super) fn pass_closing_sums(&mut self) -> usize {
+        let count = closing_place(self.program).map_or(0, |place| place + 1);
         for place in 0..count {
             self.start(place, 0.0);
             self.finish(place, 0.0);
@@ -220,7 +221,10 @@ impl<'a> Course<'a> {
         self.spans[place].end = now;
         self.left -= 1;
         let Slot { first_follower, computes_layer, is_left_behind, .. } = self.slots[place];
-        self.listed_left -= usize::from(!is_left_behind);
+        if !is_left_behind {
+            self.listed_left -= 1;
+            self.listed_end = now;
+        }
         self.computations_left -= usize::from(computes_layer);
         let end = self.slots[place + 1].first_follower;
         for follower in &self.followers[first_follower as usize..end as usize] {
@@ -245,7 +249,7 @@ impl<'a> Course<'a> {
                 }
             }
         }
-        time.idle = seconds - time.computing - time.recomputing - time.updating;
+        time.idle = (seconds - time.computing - time.recomputing - time.updating).max(0.0);
         time
     }
 }

@@ -89,8 +89,8 @@ fn stages_exchange_before_they_compute_and_nothing_overlaps() {
     // A message takes a millisecond whatever its size (the polynomial begins at a megabyte), a gathering half of one,
     // and what it gathers into comes over the catalogue's way from the host.
     let exchange = 2.0 * 1e-3 + 0.5e-3 + (10e-6 + 256.0 / 52e9);
-    // Loss and norm at the same time, to and fro.
-    let sums = 2.0 * 1e-3;
+    // Loss and norm at the same time, each one's to the other.
+    let sums = 1e-3;
     let update = 0.004 * 1032.0 / 2048.0;
     let expected = 0.02 + 2.0 * (exchange + 0.06) + (exchange + 0.04) + sums + update;
     assert!((step.seconds.predicted - expected).abs() < 1e-5, "{} for {expected}", step.seconds.predicted);

@@ -107,7 +107,12 @@ impl<'a> Comparison<'a> {
         }
         worst.sort_by(|a, b| b.added.abs().total_cmp(&a.added.abs()));
         worst.truncate(NAMED);
-        let mut lengths: Vec<f64> = steps.iter().map(|step| step.length).collect();
+        // Where one step's end is the next one's beginning, however late others' ends are; alone, until its last end.
+        let mut lengths: Vec<f64> =
+            steps.windows(2).map(|pair| (pair[1].first - pair[0].first) / trace.stretch).collect();
+        if lengths.is_empty() {
+            lengths.extend(steps.iter().map(|step| step.length));
+        }
         Ok(Comparison {
             predicted: simulated.seconds,
             measured: median(&mut lengths),
@@ -248,6 +253,8 @@ pub fn print_corrections(corrected: &Corrected) {
 struct Ends {
     /// By program and place.
     of: Vec<Vec<Option<f64>>>,
+    /// When it began, by the machine's clock.
+    first: f64,
     length: f64,
 }
 
@@ -267,6 +274,6 @@ impl Ends {
             let end = |id: &u32| ends.get(id).map(|end| (end - first) / stretch);
             program.instructions.iter().map(|next| end(&next.id)).collect()
         });
-        Ends { of: of.collect(), length: (last - first) / stretch }
+        Ends { of: of.collect(), first, length: (last - first) / stretch }
     }
 }
