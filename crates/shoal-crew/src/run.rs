@@ -157,7 +157,7 @@ impl Hands {
             if let Some(durations) = stretch.change(times) {
                 executor.set_pace(durations);
             }
-            let work = Work { plan: &plan, program: &program, layout };
+            let work = Work { plan: &plan, program: &program, layout, tells: None };
             let outcome = terms.train(executor, work, step, loss_scale)?;
             if stretch.lacks(times) {
                 // What is stretched is all that was timed.

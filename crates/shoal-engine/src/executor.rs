@@ -26,7 +26,7 @@ use clockwork::Clockwork;
 pub use clockwork::Traced;
 pub use replay::Replay;
 use settle::Progress;
-pub use step::{Batch, StepInput, StepOutcome};
+pub use step::{Batch, StepInput, StepOutcome, Tells};
 use step::{Step, Stored};
 
 use shoal_data::Inputs;

@@ -17,6 +17,7 @@
 //! - [`partners`]: whom a worker exchanges messages with.
 //! - [`rate`]: measured rates: the device's, against which speed is shown, and its host's.
 
+mod agenda;
 pub mod disk;
 pub mod error;
 pub mod executor;
@@ -35,9 +36,10 @@ pub mod state;
 pub mod stepping;
 pub mod tiers;
 
+pub use agenda::Interval;
 pub use error::EngineError;
 pub use executor::{Executor, Replay, StepInput, StepOutcome, Traced};
 pub use loss_scale::LossScale;
-pub use run::{Interval, KindRate, Ledger, Run, RunEvent, RunSettings, StopReason};
+pub use run::{KindRate, Ledger, Run, RunEvent, RunSettings, StopReason};
 pub use state::ModelState;
 pub use tiers::Tiers;

@@ -5,8 +5,8 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 
 use shoal_data::{Dataset, Order};
 use shoal_model::{Chain, Precision};
@@ -14,6 +14,7 @@ use shoal_nn::{OptimizerSettings, Schedule};
 use shoal_plan::{Layout, Plan, Program, Purpose, verify};
 use shoal_state::checkpoint::{Checkpoint, Header, Store};
 
+use crate::agenda::{Agenda, Interval, Teller, Told};
 use crate::error::{EngineError, Result};
 use crate::executor::{Executor, StepOutcome, Traced};
 use crate::identity::Identity;
@@ -22,24 +23,11 @@ use crate::metrics::{Metrics, StepRecord};
 use crate::saving::{Outcome, Saver};
 use crate::stepping::{self, Evaluation, Measured, Terms, Work};
 
-/// How often something is due.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Interval {
-    Steps(u64),
-    Time(Duration),
-    /// As often as keeps the cost of saving near one percent of the time.
-    Auto,
-}
-
 /// Which generator the seed belongs to, as checkpoints record it: draws are a pure function of these.
 pub const RNG: &str = "mix(seed, step, sample, layer, site, element) 1";
 
 /// Steps whose traces are kept.
 const TRACED_STEPS: usize = 20;
-
-/// With `every = "auto"`: never more often than this, and saving takes at most a hundredth of the time.
-const AUTO_LEAST: Duration = Duration::from_secs(60);
-const AUTO_COST_SHARE: u32 = 100;
 
 /// What a run is to do; everything in it has been validated.
 pub struct RunSettings {
@@ -141,25 +129,6 @@ pub struct Run {
     last_saved: Option<u64>,
     /// When the instructions of the last steps were under way.
     traced: VecDeque<Vec<Traced>>,
-}
-
-/// What follows a step.
-#[derive(Clone, Copy, Default, PartialEq)]
-struct Verdict {
-    evaluates: bool,
-    saves: bool,
-    stops: bool,
-}
-
-impl Verdict {
-    fn number(self) -> f64 {
-        f64::from(u8::from(self.evaluates) | u8::from(self.saves) << 1 | u8::from(self.stops) << 2)
-    }
-
-    fn of(number: f64) -> Verdict {
-        let bits = number as u8;
-        Verdict { evaluates: bits & 1 > 0, saves: bits & 2 > 0, stops: bits & 4 > 0 }
-    }
 }
 
 impl Run {
@@ -268,45 +237,33 @@ impl Run {
     }
 
     fn go_on(&mut self, stop: &AtomicBool, on_event: &mut dyn FnMut(RunEvent)) -> Result<StopReason> {
-        let mut saved_at = Instant::now();
-        let (mut evaluated, mut evaluated_at) = (false, Instant::now());
-        let mut save_cost = Duration::ZERO;
-        let last = self.settings.stop_at.map_or(self.settings.steps, |stop| stop.min(self.settings.steps));
+        let mut agenda = Agenda::new(&self.settings);
         let (plan, chain) = (self.plan.clone(), self.chain.clone());
         let layout = Layout::new(&plan, &chain);
         let layout = stepping::is_shared(&layout, &self.program).then_some(&layout);
-        while self.step < last {
-            let mut record = self.train_step(layout)?;
-            let finished = self.step >= self.settings.steps;
-            let stops = stop.load(Ordering::Relaxed) || self.step >= last;
-            let evaluates = self
-                .settings
-                .eval_every
-                .is_some_and(|every| finished || due(every, self.step, evaluated_at, Duration::ZERO));
-            let saves = stops || due(self.settings.checkpoint_every, self.step, saved_at, save_cost);
-            // A save that failed beside this step is told now; the checkpoints before it are as they were.
-            self.saver.settle(false)?;
-            // Evaluating may need more memory than steps do: it comes first.
-            let never = matches!(self.settings.checkpoint_every, Interval::Steps(every) if every >= last);
-            if !never && (self.settings.eval_every.is_none() || evaluated) {
+        while self.step < agenda.last {
+            let (mut record, told) = self.train_step(layout, &agenda, stop)?;
+            if agenda.awaits_save() {
                 self.saver.make_ready(self.executor.host())?;
             }
-            let verdict = self.agree(Verdict { evaluates, saves, stops }, &mut record, on_event)?;
+            if told.saving == 0 {
+                self.note_saved(told.saved_bytes, on_event)?;
+            }
+            let verdict = told.verdict;
             if verdict.evaluates || verdict.saves {
                 self.catch_up(&mut record)?;
             }
             if verdict.evaluates {
                 self.evaluate(&mut record)?;
-                (evaluated, evaluated_at) = (true, Instant::now());
+                agenda.note_evaluated();
             }
             self.write(record, on_event)?;
             if verdict.saves {
                 let started = Instant::now();
                 self.save(verdict.stops, on_event)?;
-                save_cost = started.elapsed();
-                saved_at = Instant::now();
+                agenda.note_saved(started.elapsed());
             }
-            if verdict.stops && !finished {
+            if verdict.stops && !agenda.is_finished(self.step) {
                 return Ok(StopReason::Interrupted);
             }
         }
@@ -363,39 +320,13 @@ impl Run {
         self.save(true, on_event)
     }
 
-    /// What the first of the workers says follows, everyone's memory told to it, and whether everyone's part of the last
-    /// save is written.
-    fn agree(
+    /// One step, and what everyone has told the others in it.
+    fn train_step(
         &mut self,
-        verdict: Verdict,
-        record: &mut StepRecord,
-        on_event: &mut dyn FnMut(RunEvent),
-    ) -> Result<Verdict> {
-        if self.members.len() < 2 {
-            if !self.saver.is_under_way() {
-                self.note_saved(self.saver.done_bytes(), on_event)?;
-            }
-            return Ok(verdict);
-        }
-        let mut numbers = vec![0.0; 3 + self.members.len()];
-        if self.metrics.is_some() {
-            numbers[0] = verdict.number();
-        }
-        let own = self.members.iter().position(|member| *member == self.program.device);
-        numbers[1] = f64::from(u8::from(self.saver.is_under_way()));
-        numbers[2] = self.saver.done_bytes() as f64;
-        numbers[3 + own.expect("a worker is a member")] = self.executor.device().arena().peak() as f64;
-        self.executor.sum(&self.members, &mut numbers)?;
-        if numbers[1] == 0.0 {
-            self.note_saved(numbers[2] as u64, on_event)?;
-        }
-        let peaks = self.members.iter().zip(&numbers[3..]);
-        let named = |(member, peak): (&usize, &f64)| (self.plan.devices[*member].name.clone(), *peak as u64);
-        record.memory_bytes = peaks.map(named).collect();
-        Ok(Verdict::of(numbers[0]))
-    }
-
-    fn train_step(&mut self, layout: Option<&Layout>) -> Result<StepRecord> {
+        layout: Option<&Layout>,
+        agenda: &Agenda,
+        stop: &AtomicBool,
+    ) -> Result<(StepRecord, Told)> {
         let traces = self.settings.trace_from.is_some_and(|from| self.step >= from);
         self.executor.set_traces(traces);
         self.began = Instant::now();
@@ -408,16 +339,42 @@ impl Run {
             data: &self.data,
             order: &self.order,
         };
-        let work = Work { plan: &self.plan, program: &self.program, layout };
+        let (agenda, device) = (self.metrics.is_some().then_some(agenda), self.executor.device().clone());
+        let place = (self.place(), self.members.len());
+        let teller = Teller::new(self.step + 1, agenda, stop, place, device, &mut self.saver);
+        let tells = || teller.numbers();
+        let work = Work { plan: &self.plan, program: &self.program, layout, tells: Some(&tells) };
         let outcome = terms.train(&mut self.executor, work, self.step, self.loss_scale)?;
+        // Who is alone adds up nothing.
+        let alone = (self.members.len() < 2).then(|| teller.numbers());
+        let told = Told::of(alone.as_ref().unwrap_or(&outcome.told));
+        let settled = teller.settled();
         if traces {
             self.executor.set_traces(false);
             self.traced.push_back(self.executor.take_traced());
             self.traced.drain(..self.traced.len().saturating_sub(TRACED_STEPS));
         }
-        let record = self.complete_step(&outcome);
+        let mut record = self.complete_step(&outcome);
+        self.name_peaks(&mut record, &told);
         self.unwritten = Some(record.clone());
-        Ok(record)
+        // A save that failed beside this step is told now; the checkpoints before it are as they were.
+        settled.map(|()| (record, told))
+    }
+
+    /// This worker's place among the members.
+    fn place(&self) -> usize {
+        let own = self.members.iter().position(|member| *member == self.program.device);
+        own.expect("a worker is a member")
+    }
+
+    /// Notes everyone's memory, where there are others.
+    fn name_peaks(&self, record: &mut StepRecord, told: &Told) {
+        if self.members.len() < 2 {
+            return;
+        }
+        let peaks = self.members.iter().zip(&told.peak_bytes);
+        record.memory_bytes =
+            peaks.map(|(member, peak)| (self.plan.devices[*member].name.clone(), *peak)).collect();
     }
 
     /// Waits for what the step has left under way, where something else follows than the next one: that is the step's time
@@ -533,13 +490,5 @@ impl Run {
             plan: self.plan.id(),
             extra,
         }
-    }
-}
-
-fn due(every: Interval, step: u64, since: Instant, cost: Duration) -> bool {
-    match every {
-        Interval::Steps(steps) => step.is_multiple_of(steps),
-        Interval::Time(time) => since.elapsed() >= time,
-        Interval::Auto => since.elapsed() >= AUTO_LEAST.max(cost * AUTO_COST_SHARE),
     }
 }

@@ -13,7 +13,7 @@ use shoal_nn::{OptimizerSettings, Schedule};
 use shoal_plan::{Closing, Layout, Op, Plan, Program, Purpose, compile, verify};
 
 use crate::error::{EngineError, Result};
-use crate::executor::{Batch, Executor, StepInput, StepOutcome};
+use crate::executor::{Batch, Executor, StepInput, StepOutcome, Tells};
 use crate::loss_scale::LossScale;
 
 /// What all steps of a job have in common.
@@ -35,6 +35,8 @@ pub struct Work<'a> {
     pub program: &'a Program,
     /// Where anything of the step happens elsewhere than in the device's own memory.
     pub layout: Option<&'a Layout<'a>>,
+    /// What this worker tells the others in the step: see [`StepInput::tells`].
+    pub tells: Option<&'a Tells<'a>>,
 }
 
 /// Samples of the endless stream from some position on.
@@ -76,6 +78,7 @@ impl Terms<'_> {
             loss_scale: scale,
             next: if last { None } else { Some(&next) },
             leaves_updates: !last,
+            tells: work.tells,
             ..StepInput::train(step, self.seed, self.lr(step), self.optimizer, &batch)
         };
         let outcome = executor.run_in(work.layout, work.program, &input)?;
@@ -158,6 +161,7 @@ pub fn outcome_of(chain: &Chain, closing: &Closing, loss_scale: Option<LossScale
         correct: chain.image.map(|_| f64::from(closing.correct) as u64),
         gradient_norm,
         overflowed: !gradient_norm.is_finite(),
+        told: Vec::new(),
         logits: Vec::new(),
     }
 }

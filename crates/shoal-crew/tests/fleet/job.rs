@@ -193,7 +193,7 @@ pub fn uninterrupted(description: &Description) -> Curve {
         data: &data,
         order: &order,
     };
-    let work = Work { plan: &plan, program: &program, layout: None };
+    let work = Work { plan: &plan, program: &program, layout: None, tells: None };
     let mut course = Curve::default();
     for step in 0..description.steps {
         course.losses.push(terms.train(&mut executor, work, step, None).expect("a step").loss());

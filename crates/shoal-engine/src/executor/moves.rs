@@ -117,8 +117,11 @@ impl Executor {
             }
             Op::GradientNorm => {
                 let members = self.layout(step, instruction)?.members().to_vec();
-                let own = vec![self.squares(step)?];
-                self.start_sum(instruction, members, own, |executor, _, sums| {
+                let mut own = vec![self.squares(step)?];
+                // The last that everyone hears from everyone in a step.
+                own.extend(step.input.tells.into_iter().flat_map(|tells| tells()));
+                self.start_sum(instruction, members, own, |executor, step, sums| {
+                    step.outcome.told = sums[1..].to_vec();
                     let device = executor.device.clone();
                     Ok(device.set_scalar(&mut executor.norm_squared, sums[0])?)
                 })

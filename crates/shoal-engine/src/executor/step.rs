@@ -17,6 +17,9 @@ pub trait Batch: Sync {
     fn read(&self, samples: Range<usize>, inputs: Inputs, targets: &mut [i32]) -> Result;
 }
 
+/// Gives numbers of this worker.
+pub type Tells<'a> = dyn Fn() -> Vec<f64> + Sync + 'a;
+
 /// What one run of a program is given.
 pub struct StepInput<'a> {
     /// Steps completed before this one: the version that instructions read.
@@ -37,6 +40,9 @@ pub struct StepInput<'a> {
     /// Whether this step may end while its updates in host memory and on disks are under way: what comes next is a
     /// training step, or [`Executor::catch_up`](super::Executor::catch_up).
     pub leaves_updates: bool,
+    /// What else is added up over all devices beside the norm, number by number: everyone gives as many. It is asked for
+    /// when this device's part of the norm is known. Without others there is no such sum, and nothing is asked.
+    pub tells: Option<&'a Tells<'a>>,
 }
 
 impl<'a> StepInput<'a> {
@@ -59,6 +65,7 @@ impl<'a> StepInput<'a> {
             batch_statistics: false,
             next: None,
             leaves_updates: false,
+            tells: None,
         }
     }
 
@@ -75,6 +82,7 @@ impl<'a> StepInput<'a> {
             batch_statistics: false,
             next: None,
             leaves_updates: false,
+            tells: None,
         }
     }
 }
@@ -91,6 +99,8 @@ pub struct StepOutcome {
     pub gradient_norm: f64,
     /// The gradient overflowed its range: nothing was updated.
     pub overflowed: bool,
+    /// What everyone's numbers came to: see [`StepInput::tells`].
+    pub told: Vec<f64>,
     /// Logits, sample by sample, of the next token, the class or every position; from predictions only.
     pub logits: Vec<f32>,
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use shoal_data::{Dataset, DatasetSpec, Tokenizer};
+use shoal_engine::executor::Gate;
 use shoal_engine::identity::Identity;
 use shoal_engine::saving::shares;
 use shoal_engine::{Executor, Interval, Ledger, ModelState, Run, RunEvent, RunSettings, Tiers};
@@ -20,11 +21,11 @@ use shoal_plan::memory::forecast_in;
 use shoal_plan::{Layout, Plan, Program, Purpose, StepShape, compile, verify_all};
 use shoal_state::checkpoint::Store;
 
-const STEPS: u64 = 14;
+pub const STEPS: u64 = 14;
 /// Neither the first save nor one of those that are due.
 const STOPPED: u64 = 8;
 const EVERY: u64 = 3;
-const SEQUENCE: usize = 16;
+pub const SEQUENCE: usize = 16;
 /// Of a worker's host: enough for a copy of the state.
 const HOST_BYTES: u64 = 256 << 20;
 /// What losses may differ by, relative to their size: sums are added up in another order.
@@ -67,7 +68,7 @@ fn table(chain: &Chain, devices: usize, draw: &mut Draw) -> Plan {
     }
 }
 
-fn data(folder: &Path) -> Dataset {
+pub fn data(folder: &Path) -> Dataset {
     let source = folder.join("corpus.txt");
     if !source.exists() {
         let words: Vec<String> = (0..900u32).map(|word| format!("{}", word * word % 1013)).collect();
@@ -85,14 +86,15 @@ struct Told {
     saved: Vec<u64>,
 }
 
-/// One worker's whole life; it resumes if there is a checkpoint.
-fn work(
+/// One worker; it resumes if there is a checkpoint.
+pub fn worker(
     layout: &Layout,
     program: &Program,
     fabric: Arc<Fabric>,
     folder: &Path,
     stop_at: Option<u64>,
-) -> Told {
+    gate: Option<Gate>,
+) -> Run {
     let (index, chain, settings) = (program.device, layout.chain, settings(folder, stop_at));
     let predicted = forecast_in(program, layout).total();
     let name = format!("device {index}");
@@ -114,13 +116,24 @@ fn work(
         };
         state.load(&tiers, chain, &[], 0, set).unwrap();
     }
-    let executor = Executor::with(tiers, Some(fabric), chain.clone(), SEQUENCE, state).unwrap();
+    let mut executor = Executor::with(tiers, Some(fabric), chain.clone(), SEQUENCE, state).unwrap();
+    executor.set_gate(gate);
     let leads = layout.members()[0] == index;
     let identity = Identity::new(BTreeMap::new(), BTreeMap::new(), serde_json::Value::Null);
     let ledger = Ledger { identity, store, keeps_books: leads };
     let (plan, program) = (layout.plan.clone(), program.clone());
-    let mut run =
-        Run::new(settings, ledger, executor, plan, program, data(folder), None, checkpoint.as_ref()).unwrap();
+    Run::new(settings, ledger, executor, plan, program, data(folder), None, checkpoint.as_ref()).unwrap()
+}
+
+/// One worker's whole life.
+fn work(
+    layout: &Layout,
+    program: &Program,
+    fabric: Arc<Fabric>,
+    folder: &Path,
+    stop_at: Option<u64>,
+) -> Told {
+    let mut run = worker(layout, program, fabric, folder, stop_at, None);
     let mut told = Told::default();
     run.go(&AtomicBool::new(false), &mut |event| match event {
         RunEvent::Step(record) => drop(told.losses.insert(record.step, record.loss)),

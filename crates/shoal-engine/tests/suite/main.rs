@@ -6,4 +6,5 @@ mod common;
 mod checkpoints;
 mod convolutional;
 mod mathematics;
+mod steps_end;
 mod survivors;
