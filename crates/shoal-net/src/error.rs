@@ -2,6 +2,7 @@
 //! prints after `hint:`. Errors can be cloned, because one failure ends many operations.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -56,6 +57,9 @@ pub enum Error {
     /// Settings that cannot be.
     #[error("{what}")]
     Settings { what: String },
+    /// The file of a lab's shared clocks.
+    #[error("{}: {what}", path.display())]
+    Board { path: PathBuf, what: String },
     /// Members or slices of a collective that cannot be.
     #[error("collective {tag}: {what}")]
     Collective { tag: Tag, what: String },
@@ -74,9 +78,19 @@ impl Error {
             Error::Join { .. } => {
                 Some("look whether those workers run, and whether this machine reaches their ports")
             }
+            Error::Board { .. } => {
+                Some("start the lab again: it makes this file anew, and its workers need it")
+            }
             Error::PlainOutside { .. } => Some("give every worker an identity of the fleet's authority"),
             _ => None,
         }
+    }
+}
+
+/// For what writes to connections: the error comes back whole from `io::Error::downcast`.
+impl From<Error> for std::io::Error {
+    fn from(error: Error) -> std::io::Error {
+        std::io::Error::other(error)
     }
 }
 

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::fate::Fate;
 use crate::link::{IncomingEnd, Link, Meanwhile, Nothing, OutgoingEnd};
 use crate::local::{LocalLink, World};
-use crate::pace::{Egress, Pacer};
+use crate::pace::{Pacer, Ways};
 use crate::settings::Settings;
 
 /// What a message is about: the two sides compute the same number. Between two workers, in one direction, a tag may be
@@ -329,9 +329,9 @@ pub fn in_process_each(settings: &[Settings]) -> Vec<Arc<Fabric>> {
     let world = World::new(settings.len());
     let fabric = |(rank, settings): (usize, &Settings)| {
         let shape = settings.shape.as_ref();
-        let egress = Egress::new(shape);
+        let ways = Ways::new(shape);
         let link = |peer: usize| -> Option<Box<dyn Link>> {
-            let pacer = Pacer::new(shape, &egress, peer);
+            let pacer = Pacer::new(shape, &ways, peer);
             let message_deadline = settings.message_deadline;
             (peer != rank).then(|| {
                 Box::new(LocalLink { world: world.clone(), rank, peer, pacer, message_deadline }) as _

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::fabric::Tag;
 use crate::fate::Fate;
 use crate::link::{EAGER_MESSAGE_BYTES_MAX, EAGER_WINDOW_BYTES, IncomingEnd, Link, Meanwhile, OutgoingEnd};
-use crate::pace::{Pacer, Progress};
+use crate::pace::{Pacer, Progress, Turn};
 
 /// What passes at once on a link that is not shaped.
 const PIECE_BYTES: usize = 128 << 10;
@@ -146,18 +146,17 @@ impl LocalLink {
             self.still_there(tag)?;
         }
         if now >= bound.until {
-            return Err(Error::Late {
-                peer: self.peer_name(),
-                tag,
-                what: bound.what,
-                limit: self.message_deadline,
-            });
+            return Err(self.late(tag, bound));
         }
         let left =
             moment.map_or(bound.until, |moment| moment.min(bound.until)).saturating_duration_since(now);
         let (state, _) = pair.changed.wait_timeout(state, left).expect("no holder of a pair panics");
         self.world.fate.check()?;
         Ok(state)
+    }
+
+    fn late(&self, tag: Tag, bound: &Bound) -> Error {
+        Error::Late { peer: self.peer_name(), tag, what: bound.what, limit: self.message_deadline }
     }
 
     fn still_there(&self, tag: Tag) -> Result<()> {
@@ -296,9 +295,19 @@ impl LocalOutgoing<'_> {
         }
     }
 
+    /// When a shaped link takes so many of its next bytes.
+    fn turn(&mut self, bytes: usize) -> Result<Option<Turn>> {
+        let Some(pacer) = &self.link.pacer else { return Ok(None) };
+        let (fate, until) = (&self.link.world.fate, self.bound.until);
+        let go_on =
+            || if Instant::now() < until { fate.check() } else { Err(self.link.late(self.tag, &self.bound)) };
+        let turn = pacer.take(&mut self.progress, bytes, true, go_on);
+        turn.map(Some).map_err(|error| fate.fail(error))
+    }
+
     fn hand_over(&mut self, number: u64, part: &[u8]) -> Result<()> {
         let pair = self.link.pair(self.link.rank, self.link.peer);
-        let turn = self.link.pacer.as_ref().map(|pacer| pacer.take(&mut self.progress, part.len(), true));
+        let turn = self.turn(part.len())?;
         let between_max = self.link.pacer.as_ref().map_or(BETWEEN_BYTES_MAX, |pacer| pacer.bytes_under_way());
         let mut bytes = pair.lock().spare.pop().unwrap_or_default();
         bytes.clear();

@@ -1,8 +1,10 @@
 //! Everything that can be chosen about a fabric, with defaults that suit a local network.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
+use crate::board::Board;
 use crate::collective::TREE_BYTES_MAX;
 
 /// What leaves a worker within this is small: exchanges take longer than its bytes.
@@ -54,12 +56,39 @@ pub struct Shape {
     pub links: BTreeMap<usize, LinkShape>,
     /// The links to peers that `links` does not name.
     pub other_links: LinkShape,
+    /// What the links to several peers have in common, and only this worker sends over.
+    pub ways: Vec<Way>,
+    /// What other processes send over too.
+    pub shared: Option<SharedWays>,
 }
 
 impl Shape {
     pub(crate) fn link(&self, peer: usize) -> LinkShape {
         self.links.get(&peer).copied().unwrap_or(self.other_links)
     }
+
+    /// Of everything that is shaped, bytes a second.
+    pub(crate) fn rates(&self) -> impl Iterator<Item = f64> {
+        let links = self.links.values().chain([&self.other_links]).filter_map(|link| link.bytes_per_s);
+        let shared = self.shared.iter().flat_map(|shared| shared.ways.values());
+        let ways = self.ways.iter().chain(shared).map(|way| way.bytes_per_s);
+        links.chain(ways).chain(self.egress_bytes_per_s)
+    }
+}
+
+/// What bytes to some peers pass beside the links to them, such as an interface.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Way {
+    pub bytes_per_s: f64,
+    pub peers: BTreeSet<usize>,
+}
+
+/// Ways that workers of several processes send over, held to their rates by clocks on a board that all of them have open.
+#[derive(Clone, Debug)]
+pub struct SharedWays {
+    pub board: Arc<Board>,
+    /// Each by the number of its clock.
+    pub ways: BTreeMap<usize, Way>,
 }
 
 /// One direction of one link.

@@ -33,7 +33,7 @@ use crate::fabric::{Fabric, Leave};
 use crate::fate::Fate;
 use crate::identity::Identity;
 use crate::link::Link;
-use crate::pace::{BYTES_PER_S_MIN, Egress, Pacer};
+use crate::pace::{BYTES_PER_S_MIN, Pacer, Ways};
 use crate::settings::Settings;
 use join::Connections;
 use message::TcpLink;
@@ -108,11 +108,11 @@ fn fabric_of(seat: &Seat, joined: Vec<Connections>, settings: &Settings) -> Resu
     let (rank, names) = (seat.rank, seat.titles());
     let fate = Arc::new(Fate::default());
     let shape = settings.shape.as_ref();
-    let (egress, leisure) = (Egress::new(shape), Leisure::new());
+    let (ways, leisure) = (Ways::new(shape), Leisure::new());
     let mut tcp = Tcp { peers: Vec::new(), threads: Vec::new() };
     let mut links: Vec<Option<Box<dyn Link>>> = names.iter().map(|_| None).collect();
     for connections in joined {
-        let pacer = Pacer::new(shape, &egress, connections.peer);
+        let pacer = Pacer::new(shape, &ways, connections.peer);
         let place = connections.peer;
         let (peer, threads) =
             Peer::start(rank, connections, names.clone(), fate.clone(), pacer, &leisure, settings)?;
@@ -136,9 +136,8 @@ fn check_settings(settings: &Settings) -> Result<()> {
         ));
     }
     if let Some(shape) = &settings.shape {
-        let links = shape.links.values().chain([&shape.other_links]).filter_map(|link| link.bytes_per_s);
         let too_slow = |rate: &f64| rate.is_nan() || *rate < BYTES_PER_S_MIN;
-        if let Some(rate) = links.chain(shape.egress_bytes_per_s).find(too_slow) {
+        if let Some(rate) = shape.rates().find(too_slow) {
             return wrong(format!("a link of {rate} bytes/s; the slowest has {BYTES_PER_S_MIN}"));
         }
     }

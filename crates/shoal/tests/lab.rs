@@ -186,6 +186,60 @@ fn what_survives_whole_is_saved_at_the_step_of_the_loss() {
     assert_eq!(losses(&folder, "lost"), losses(&folder, "whole"));
 }
 
+/// The first half of the layers computed by one device of each node, the rest by the other: two rings add up gradients over
+/// the same interfaces.
+fn two_rings(table: &mut Value) {
+    let halves = [[0, 2], [1, 3]];
+    let rows = table["layers"].as_array_mut().unwrap();
+    let blocks = rows.len() - 2;
+    for (number, row) in rows.iter_mut().enumerate() {
+        let [one, other] = halves[usize::from(number > blocks / 2)];
+        let part = |device: usize, from: usize| serde_json::json!({"device": device, "micro_batches": [[from, from + 4]], "activations": "keep"});
+        row["compute"] = serde_json::json!([part(one, 0), part(other, 4)]);
+    }
+    for row in table["tensors"].as_array_mut().unwrap() {
+        let name = row["tensor"].as_str().unwrap();
+        let block = name.split_once("h.").and_then(|(_, rest)| rest.split('.').next()?.parse::<usize>().ok());
+        let devices = match block {
+            Some(block) => halves[usize::from(block >= blocks / 2)].to_vec(),
+            None if name.contains("wpe") => halves[0].to_vec(),
+            None if name.contains("ln_f") => halves[1].to_vec(),
+            // The first and the last layer have it in common.
+            None => vec![0, 1, 2, 3],
+        };
+        let slice = serde_json::json!([0, row["elements"]]);
+        let held =
+            devices.iter().map(|device| serde_json::json!({"holder": {"device": device}, "slice": slice}));
+        row["gradient"] = held.collect();
+        row["optimizer"] = row["gradient"].clone();
+        let copies =
+            devices.iter().map(|device| serde_json::json!({"device": device, "residence": "resident"}));
+        row["compute_copies"] = copies.collect();
+    }
+}
+
+#[test]
+fn devices_of_a_node_have_its_interface_in_common() {
+    const BYTES_PER_S: f64 = 2e6;
+    let folder = folder(2);
+    let text = fleet(2).replace("10 Gbit/s", "16 Mbit/s").replace("price = 1.0", "count = 2");
+    folder.write("fleet.toml", text);
+    let plan = ["plan", "job.toml", "--fleet", "fleet.toml", "--survive", "0", "--shape", "data-parallel"];
+    folder.shoal(&[&plan[..], &["--table", "even.json"]].concat()).succeeds();
+    let text = std::fs::read_to_string(folder.join("even.json")).unwrap();
+    let mut table: Value = serde_json::from_str(&text).unwrap();
+    two_rings(&mut table);
+    table["order"] = "varuna".into();
+    folder.write("rings.json", table.to_string());
+    let told = json(lab(&folder, &["--paced", "--table", "rings.json", "--set", "train.steps=5"]));
+    // A ring of two sends half of each gradient and half of each sum either way.
+    let tensors = table["tensors"].as_array().unwrap();
+    let of_rings = tensors.iter().filter(|row| row["gradient"].as_array().unwrap().len() == 2);
+    let elements: u64 = of_rings.map(|row| row["elements"].as_u64().unwrap()).sum();
+    let (measured, least) = (told["measured_seconds"].as_f64().unwrap(), 4.0 * elements as f64 / BYTES_PER_S);
+    assert!(measured > 0.98 * least, "{measured} s, where {least} s pass the interface");
+}
+
 #[test]
 fn what_a_lab_cannot_do_it_says() {
     let folder = folder(2);

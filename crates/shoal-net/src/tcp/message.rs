@@ -227,7 +227,7 @@ impl TcpOutgoing<'_> {
         match (self.peer.fate.check(), Instant::now() >= self.until) {
             (Err(failure), _) => failure,
             (Ok(()), true) => self.peer.late(self.tag, "did not take it"),
-            (Ok(()), false) => self.peer.verdict(self.tag, closed(&error)),
+            (Ok(()), false) => self.peer.unsent(self.tag, error),
         }
     }
 

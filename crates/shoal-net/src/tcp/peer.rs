@@ -213,7 +213,15 @@ impl Peer {
     pub fn tell(&self, header: &Header, payload: &[u8], progress: &mut Progress) -> Result<()> {
         let until = Instant::now() + self.deadline;
         let sent = self.control.put(header, payload, progress, true, || self.worth_waiting(until));
-        sent.map_err(|error| self.verdict(header.tag, closed(&error)))
+        sent.map_err(|error| self.unsent(header.tag, error))
+    }
+
+    /// What it means that something could not be sent: what is wrong here ends the fabric by itself.
+    pub fn unsent(&self, tag: Tag, error: io::Error) -> Error {
+        match error.downcast::<Error>() {
+            Ok(own) => self.fate.fail(own),
+            Err(error) => self.verdict(tag, closed(&error)),
+        }
     }
 
     pub fn worth_waiting(&self, until: Instant) -> io::Result<()> {

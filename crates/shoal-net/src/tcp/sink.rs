@@ -11,7 +11,7 @@ use std::time::Instant;
 use super::join::TICK_MAX;
 use super::stream::Writing;
 use crate::pace::{Pacer, Progress, is_about_due, sleep_until};
-use crate::wire::Header;
+use crate::wire::{Header, Kind};
 
 pub struct Sink {
     slot: Arc<Slot>,
@@ -146,26 +146,29 @@ impl Sink {
         self.pacer.as_ref().map_or(usize::MAX, |pacer| pacer.quantum_bytes())
     }
 
-    /// Writes one frame whole, the `last` of what its sender has for now or one of several. `go_on` is asked while the peer takes nothing.
+    /// Writes one frame whole, the `last` of what its sender has for now or one of several. `go_on` is asked while the
+    /// peer takes nothing. An error of this crate in what comes back is no fault of the connection.
     pub fn put(
         &self,
         header: &Header,
         payload: &[u8],
         progress: &mut Progress,
         last: bool,
-        go_on: impl FnMut() -> io::Result<()>,
+        mut go_on: impl FnMut() -> io::Result<()>,
     ) -> io::Result<()> {
         let Some(pacer) = &self.pacer else {
             return self.slot.write(header, payload, go_on);
         };
+        // Why a fabric ends is told though nothing else may leave any more.
+        let bytes = if header.kind == Kind::Abort { 0 } else { payload.len() };
         if !self.delayed {
-            pacer.take(progress, payload.len(), last).wait();
+            pacer.take(progress, bytes, last, &mut go_on)?.wait();
             return self.slot.write(header, payload, go_on);
         }
         let turn = {
             // Frames are lined up under the lock, so that they stand in the order of their times.
             let under_way = self.under_way.lock().expect("nobody panics with it");
-            let turn = pacer.take(progress, payload.len(), last);
+            let turn = pacer.take(progress, bytes, last, &mut go_on)?;
             // What arrives soon, with nothing before it, needs neither a copy nor a thread to be woken: its sender would sleep
             // until it has left anyway.
             let alone = under_way.is_some() && self.waiting.load(Ordering::Acquire) == 0;

@@ -1,9 +1,12 @@
 //! Sends and receives, the same over every transport.
 
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{Random, TRANSPORTS, Transport, each, fabrics, settings};
-use shoal_net::{Error, LinkShape, Settings, Shape, Tag};
+use shoal_net::board::Board;
+use shoal_net::{Error, LinkShape, Settings, Shape, SharedWays, Tag, Way};
 
 const LENGTHS: [usize; 9] = [0, 1, 3, 1000, 65_536, 65_537, 300_001, 1 << 20, 5_000_003];
 
@@ -52,6 +55,51 @@ fn messages_over_shaped_links_arrive_whole() {
             all_lengths(transport, &Settings { shape: Some(shape), ..settings() });
         }
     }
+}
+
+fn over_shared_ways(board: &Arc<Board>, latency: Duration) -> Settings {
+    let way = |peers: &[usize]| Way { bytes_per_s: 200e6, peers: peers.iter().copied().collect() };
+    let shared = SharedWays { board: board.clone(), ways: [(0, way(&[0, 1])), (1, way(&[1, 2]))].into() };
+    let other_links = LinkShape { bytes_per_s: Some(400e6), latency };
+    let shape = Shape { ways: vec![way(&[0])], shared: Some(shared), other_links, ..Shape::default() };
+    Settings { shape: Some(shape), ..settings() }
+}
+
+#[test]
+fn messages_over_shared_ways_arrive_whole() {
+    let path = temporary("shared-ways");
+    Board::create(&path, 2).expect("written");
+    let board = Board::open(&path).expect("it is there");
+    for transport in TRANSPORTS {
+        for latency in [Duration::ZERO, Duration::from_millis(1)] {
+            all_lengths(transport, &over_shared_ways(&board, latency));
+        }
+    }
+    std::fs::remove_file(path).expect("it was there");
+}
+
+/// Sender and receiver both learn that it is the file, and neither has to wait until the other counts as dead.
+#[test]
+fn a_board_that_has_lost_its_clocks_ends_the_fabric_and_is_named() {
+    let path = temporary("short");
+    Board::create(&path, 0).expect("written");
+    let board = Board::open(&path).expect("it is there");
+    for transport in TRANSPORTS {
+        for latency in [Duration::ZERO, Duration::from_millis(1)] {
+            let workers = fabrics(transport, 2, &over_shared_ways(&board, latency));
+            let errors = each(&workers, |fabric| match fabric.rank() {
+                0 => fabric.send(1, Tag(1), &[1; 300_000]).expect_err("it has no clocks"),
+                _ => fabric.receive(0, Tag(1), &mut [0; 300_000]).expect_err("nothing can be sent"),
+            });
+            assert!(matches!(&errors[0], Error::Board { path: named, .. } if *named == path), "{errors:?}");
+            assert!(errors[1].to_string().contains("shorter than its clocks"), "{errors:?}");
+        }
+    }
+    std::fs::remove_file(path).expect("it was there");
+}
+
+fn temporary(name: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("shoal-net-{name}-{}", std::process::id()))
 }
 
 /// What a link delays at the end is delivered all the same.

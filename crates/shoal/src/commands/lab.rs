@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use shoal_engine::{RunEvent, Traced};
-use shoal_fleet::{Fleet, catalogue};
+use shoal_fleet::catalogue;
 use shoal_model::{Chain, Precision};
 use shoal_net::identity::Authority;
 use shoal_plan::{Layout, Plan, Program, Purpose, compile_paced, verify_all};
@@ -26,6 +26,7 @@ use crate::in_a_box::assignment::{Assignment, Network, Report, name_of};
 use crate::in_a_box::gpu::{self, Mps, Share};
 use crate::in_a_box::pace::durations;
 use crate::in_a_box::trace::{FORMAT, Trace};
+use crate::in_a_box::ways::Ways;
 use crate::in_a_box::{Namespace, Workers};
 use crate::job::{Job, duration_text};
 use crate::machine;
@@ -364,6 +365,10 @@ impl Prepared {
         let fabric = now.as_nanos() ^ (u128::from(std::process::id()) << 64);
         let real = self.pace.iter().filter(|pace| pace.is_none()).count().max(1);
         let available = machine::available_bytes();
+        let (ways, board) = (Ways::new(&self.on.fleet, &self.members, self.stretch), folder.join("ways"));
+        if !options.unshaped {
+            ways.make_board(&board)?;
+        }
         let mut all = Vec::new();
         for program in &self.programs {
             let rank = program.device;
@@ -379,8 +384,9 @@ impl Prepared {
                     [identity.certificate_pem(), identity.key_pem(), identity.authority_pem()]
                         .map(str::to_owned)
                 }),
-                egress: None,
                 links: BTreeMap::new(),
+                ways: Vec::new(),
+                board: None,
             };
             let node = &self.on.fleet.nodes[self.on.fleet.devices[rank].node];
             all.push(Assignment {
@@ -401,7 +407,7 @@ impl Prepared {
                 pace: self.pace[rank].iter().flatten().map(|seconds| seconds * self.stretch).collect(),
                 network: match options.unshaped {
                     true => network,
-                    false => shaped(network, &self.on.fleet, rank, self.stretch),
+                    false => self.shaped(network, rank, &ways, &board),
                 },
                 trace_from: options.record.as_ref().map(|_| checkpoint.unwrap_or(0) + WARM_UP_STEPS),
                 predicted_seconds: self.predicted * self.stretch,
@@ -409,6 +415,20 @@ impl Prepared {
             });
         }
         Ok(all)
+    }
+
+    /// The fleet's links, as one of its devices sends over them.
+    fn shaped(&self, mut network: Network, rank: usize, ways: &Ways, board: &Path) -> Network {
+        let fleet = &self.on.fleet;
+        for other in (0..fleet.devices.len()).filter(|other| *other != rank) {
+            let link = fleet.link(rank, other);
+            let (rate, latency) = (link.bytes_per_second, link.seconds_latency);
+            network.links.insert(other, (rate / self.stretch, latency * self.stretch));
+        }
+        let (own, shared) = ways.of(rank);
+        network.ways = own;
+        network.board = (!shared.is_empty()).then(|| (board.to_owned(), shared));
+        network
     }
 
     fn collect_trace(&self, folder: &Path) -> Result<Trace> {
@@ -481,18 +501,4 @@ fn stretch_of(pace: &[Option<Vec<f64>>]) -> f64 {
     let lasting = pace.iter().flatten().flatten().filter(|seconds| **seconds > 0.0);
     let (count, sum) = lasting.fold((0.0, 0.0), |(count, sum), seconds| (count + 1.0, sum + seconds));
     if count == 0.0 { 1.0 } else { (PLAYED_SECONDS * count / sum).max(1.0) }
-}
-
-/// The fleet's links, as one of its devices sends over them.
-fn shaped(mut network: Network, fleet: &Fleet, rank: usize, stretch: f64) -> Network {
-    for other in (0..fleet.devices.len()).filter(|other| *other != rank) {
-        let link = fleet.link(rank, other);
-        network.links.insert(other, (link.bytes_per_second / stretch, link.seconds_latency * stretch));
-    }
-    let node = &fleet.nodes[fleet.devices[rank].node];
-    // Alone in its node a device has the interface to itself; several are each held to their links.
-    if node.devices.len() == 1 && fleet.nodes.len() > 1 {
-        network.egress = Some(node.network.bytes_per_second / stretch);
-    }
-    network
 }

@@ -67,7 +67,7 @@ fn join(network: &Network, rank: usize, size: usize) -> Result<Arc<Fabric>> {
         },
     };
     let endpoint = Endpoint { rank, listener, addresses, fabric: network.fabric, security };
-    Ok(connect(endpoint, &network.settings())?)
+    Ok(connect(endpoint, &network.settings()?)?)
 }
 
 /// Hears orders until there are no more: then the lab is gone, and the run is to end.

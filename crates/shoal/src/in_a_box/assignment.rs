@@ -1,14 +1,17 @@
 //! What a lab tells its workers, and what they tell it: a file for each before it starts, then lines of JSON.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use shoal_engine::metrics::StepRecord;
-use shoal_net::{LinkShape, Settings, Shape};
+use shoal_net::board::Board;
+use shoal_net::{LinkShape, Settings, Shape, SharedWays, Way};
 use shoal_plan::{Plan, Program};
+
+use crate::error::Result;
 
 /// One worker's part.
 #[derive(Serialize, Deserialize)]
@@ -47,26 +50,40 @@ pub struct Network {
     pub deadline_seconds: f64,
     /// Its certificate, its key and the fleet's authority; none where nobody proves anything.
     pub identity: Option<[String; 3]>,
-    /// Bytes a second of all it sends.
-    pub egress: Option<f64>,
     /// Bytes a second and seconds to each of the others.
     pub links: BTreeMap<usize, (f64, f64)>,
+    /// What links have in common: bytes a second, and to whom.
+    pub ways: Vec<WayTo>,
+    /// The same of what others send over too, by the number of its clock on the board, and where that lies.
+    pub board: Option<(PathBuf, BTreeMap<usize, WayTo>)>,
 }
 
+pub type WayTo = (f64, BTreeSet<usize>);
+
 impl Network {
-    pub fn settings(&self) -> Settings {
+    pub fn settings(&self) -> Result<Settings> {
         let link = |(peer, (rate, seconds)): (&usize, &(f64, f64))| {
             let latency = Duration::from_secs_f64(*seconds);
             (*peer, LinkShape { bytes_per_s: Some(*rate), latency })
         };
+        let way = |(rate, peers): &WayTo| Way { bytes_per_s: *rate, peers: peers.clone() };
+        let shared = match &self.board {
+            None => None,
+            Some((path, ways)) => {
+                let ways = ways.iter().map(|(clock, to)| (*clock, way(to))).collect();
+                Some(SharedWays { board: Board::open(path)?, ways })
+            }
+        };
         let shape = Shape {
-            egress_bytes_per_s: self.egress,
+            egress_bytes_per_s: None,
             links: self.links.iter().map(link).collect(),
             other_links: LinkShape::default(),
+            ways: self.ways.iter().map(way).collect(),
+            shared,
         };
         let deadline = Duration::from_secs_f64(self.deadline_seconds);
-        let shaped = self.egress.is_some() || !self.links.is_empty();
-        Settings { deadline, shape: shaped.then_some(shape), ..Settings::default() }
+        let shaped = !self.links.is_empty();
+        Ok(Settings { deadline, shape: shaped.then_some(shape), ..Settings::default() })
     }
 }
 

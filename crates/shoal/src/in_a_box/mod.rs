@@ -7,6 +7,7 @@ pub mod gpu;
 mod namespace;
 pub mod pace;
 pub mod trace;
+pub mod ways;
 mod workers;
 
 pub use namespace::Namespace;

@@ -1,7 +1,6 @@
 //! A worker that plays a device of a fleet file on this machine's processor: what it computes is real, each instruction lasts as
 //! long as it would there, and what it sends is held to that machine's network. `shoal lab` starts such workers.
 
-use std::collections::BTreeMap;
 use std::io::BufRead;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -101,8 +100,8 @@ impl Played {
         let latency = Duration::from_secs_f64(network.seconds_latency * self.part.stretch);
         Shape {
             egress_bytes_per_s: Some(rate),
-            links: BTreeMap::new(),
             other_links: LinkShape { bytes_per_s: Some(rate), latency },
+            ..Shape::default()
         }
     }
 
