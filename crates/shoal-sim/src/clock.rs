@@ -137,15 +137,9 @@ pub(crate) enum Milestone {
 type Told<'t, 'a> = dyn FnMut(&mut Clock<'a>, usize, Milestone) + 't;
 
 enum Event {
-    /// An instruction's fixed time is over, its bytes remain.
-    Moves {
-        what: What,
-    },
     Flow(End),
     Computed(Turn),
-    Finished {
-        what: What,
-    },
+    Finished { what: What },
 }
 
 /// An instruction, or one that several devices have in common.
@@ -153,6 +147,15 @@ enum Event {
 enum What {
     Instruction(usize, usize),
     Meeting(usize),
+}
+
+/// What a transfer belongs to.
+#[derive(Clone, Copy)]
+struct Carried {
+    what: What,
+    /// When its last message leaves at the soonest, and how long that is under way.
+    least: f64,
+    then: f64,
 }
 
 /// Programs under way, on devices that they may share.
@@ -172,8 +175,8 @@ pub(crate) struct Clock<'a> {
     sharing: Option<Sharing>,
     /// What each device computes that shares its chip.
     computing: Vec<What>,
-    /// What each transfer belongs to.
-    carried: Vec<What>,
+    /// By transfer.
+    carried: Vec<Carried>,
     events: Events<Event>,
     pub(crate) now: f64,
 }
@@ -256,15 +259,16 @@ impl<'a> Clock<'a> {
                     self.now = at;
                     self.finish(what, told);
                 }
-                Event::Moves { what } => {
-                    self.now = at;
-                    self.move_bytes(what);
-                }
                 Event::Flow(end) => {
                     let Clock { flows, events, .. } = self;
                     if flows.end(end, &mut |end| events.push(end.at, Event::Flow(end))) {
                         self.now = at;
-                        self.finish(self.carried[end.flow], told);
+                        let Carried { what, least, then } = self.carried[end.flow];
+                        let arrives = at.max(least) + then;
+                        match arrives > at {
+                            true => self.events.push(arrives, Event::Finished { what }),
+                            false => self.finish(what, told),
+                        }
                     }
                 }
                 Event::Computed(turn) => {
@@ -357,8 +361,7 @@ impl<'a> Clock<'a> {
             return;
         }
         match work.bytes > 0.0 {
-            true if seconds > 0.0 => self.events.push(self.now + seconds, Event::Moves { what }),
-            true => self.move_bytes(what),
+            true => self.move_bytes(what, &work, seconds),
             false => self.events.push(self.now + seconds, Event::Finished { what }),
         }
     }
@@ -421,16 +424,20 @@ impl<'a> Clock<'a> {
         members.iter().map(|(program, _)| self.courses[first + program].device).collect()
     }
 
-    fn move_bytes(&mut self, what: What) {
-        let work = self.work(what);
+    /// Bytes leave at once, and arrive by so much later. Where several messages follow each other others' bytes pass while they
+    /// are under way: what the links are busy with meanwhile takes nothing of them, and only the last one's way remains.
+    fn move_bytes(&mut self, what: What, work: &Work, seconds: f64) {
         let bytes = work.bytes * self.slowness(what);
         let Clock { flows, events, now, .. } = self;
+        let then = seconds / work.handled_messages.max(1.0);
+        let least = *now + seconds - then + flows.seconds_alone(bytes, &work.resources);
         let flow =
             flows.begin(*now, bytes, &work.resources, &mut |end| events.push(end.at, Event::Flow(end)));
+        let carried = Carried { what, least, then };
         if flow >= self.carried.len() {
-            self.carried.push(what);
+            self.carried.push(carried);
         }
-        self.carried[flow] = what;
+        self.carried[flow] = carried;
     }
 
     fn slowness(&self, what: What) -> f64 {

@@ -71,6 +71,12 @@ impl Flows {
         }
     }
 
+    /// What so many bytes take where nothing else passes.
+    pub fn seconds_alone(&self, bytes: f64, resources: &[u32]) -> f64 {
+        let rates = resources.iter().map(|resource| self.resources[*resource as usize].bytes_per_second);
+        bytes / rates.fold(f64::INFINITY, f64::min)
+    }
+
     /// Begins a transfer; the ends that change are given to `foresee`, its own among them.
     pub fn begin(&mut self, now: f64, bytes: f64, resources: &[u32], foresee: &mut impl FnMut(End)) -> Flow {
         let flow = self.free.pop().unwrap_or_else(|| {
