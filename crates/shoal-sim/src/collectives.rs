@@ -1,9 +1,8 @@
 //! What collectives take: the messages that their route has, over the ways that these pass. Which route one goes is the
 //! network's to say (`shoal_net::collective::Route`), and it is asked here as it is asked there.
 //!
-//! What passes a ring, or between all pairs, shares the links on its way with whatever else passes them. A tree's messages are
-//! so small that they take next to nothing of a link: each takes what it takes alone, and what counts is how many follow
-//! each other.
+//! Their bytes share the links on their way with whatever else passes them; beside that it counts how many messages follow each
+//! other, each with its way's latency.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +22,7 @@ const ALL_PAIRS_MAX: usize = 16;
 /// What a collective makes pass, and what it waits for beside that.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Traffic {
-    /// Latencies that follow each other, with all of messages that share nothing.
+    /// Latencies that follow each other.
     pub seconds: f64,
     /// Bytes by resource.
     loads: BTreeMap<u32, f64>,
@@ -91,11 +90,7 @@ impl Circle<'_> {
             return Traffic::default();
         }
         match Route::of_gathering(self.members.len(), total as usize, TREE_BYTES_MAX) {
-            Route::Tree => {
-                let up = self.up(0, &|below: &Branch| slices[below.below.clone()].iter().sum());
-                let down = self.down(0, 0.0, &|_| total);
-                self.tree(up + down, total)
-            }
+            Route::Tree => self.tree(&|branch| slices[branch.below.clone()].iter().sum(), &|_| total),
             // Nobody is sent what is its own.
             _ => self.ring(slices, &|place| total - slices[self.next(place)], &|place| place),
         }
@@ -111,11 +106,7 @@ impl Circle<'_> {
         let total = 4.0 * elements;
         match Route::of_adding(self.members.len(), total as usize, wire, TREE_BYTES_MAX) {
             Route::Pairwise => self.pairwise(&slices.iter().map(|slice| 2.0 * slice).collect::<Vec<f64>>()),
-            Route::Tree => {
-                let up = self.up(0, &|_| total);
-                let down = self.down(0, 0.0, &|below| in_fp32[below.below.clone()].iter().sum());
-                self.tree(up + down, total)
-            }
+            Route::Tree => self.tree(&|_| total, &|branch| in_fp32[branch.below.clone()].iter().sum()),
             // A share begins behind its slice's owner and ends there.
             _ => self.ring(&in_fp32, &|place| total - in_fp32[place], &|place| self.next(place)),
         }
@@ -127,11 +118,8 @@ impl Circle<'_> {
         match Route::of_numbers(count) {
             _ if count < 2 => Traffic::default(),
             Route::Direct => Traffic { seconds: self.longest_way(), ..Traffic::default() },
-            _ => {
-                let up = self.up(0, &|below| NUMBERS_BYTES * below.below.len() as f64);
-                let down = self.down(0, 0.0, &|_| NUMBERS_BYTES * count as f64);
-                Traffic { seconds: up + down, ..Traffic::default() }
-            }
+            _ => self
+                .tree(&|branch| NUMBERS_BYTES * branch.below.len() as f64, &|_| NUMBERS_BYTES * count as f64),
         }
     }
 
@@ -216,37 +204,29 @@ impl Circle<'_> {
         (0..count).map(from).fold(0.0, f64::max)
     }
 
-    /// Until a place has what comes up to it.
-    fn up(&self, place: usize, bytes: &dyn Fn(&Branch) -> f64) -> f64 {
+    /// By branch, the bytes that come up from it and those that go down to it.
+    fn tree(&self, up: &dyn Fn(&Branch) -> f64, down: &dyn Fn(&Branch) -> f64) -> Traffic {
+        let count = self.members.len();
+        let mut traffic = Traffic { messages: 2.0 * (count as f64).log2().ceil(), ..Traffic::default() };
+        for (place, above) in self.members.iter().enumerate() {
+            for branch in branches(place, count) {
+                let below = self.members[branch.place];
+                self.message(&mut traffic, below, *above, up(&branch));
+                self.message(&mut traffic, *above, below, down(&branch));
+            }
+        }
+        traffic.seconds = self.farthest(0, up) + self.farthest(0, down);
+        traffic
+    }
+
+    /// The latencies on the longest way between a place and what is below it, of messages that have any bytes.
+    fn farthest(&self, place: usize, bytes: &dyn Fn(&Branch) -> f64) -> f64 {
         let below = branches(place, self.members.len());
-        below
-            .map(|branch| self.up(branch.place, bytes) + self.seconds(branch.place, place, bytes(&branch)))
-            .fold(0.0, f64::max)
-    }
-
-    /// Until all below a place have what comes down, where it had it at a moment. The farthest is sent to first.
-    fn down(&self, place: usize, had: f64, bytes: &dyn Fn(&Branch) -> f64) -> f64 {
-        let (mut last, mut sent) = (had, had);
-        for branch in branches(place, self.members.len()).rev() {
-            let bytes_there = bytes(&branch);
-            let arrives = sent + self.seconds(place, branch.place, bytes_there);
-            sent = arrives - if bytes_there > 0.0 { self.latency(place, branch.place) } else { 0.0 };
-            last = last.max(self.down(branch.place, arrives, bytes));
-        }
-        last
-    }
-
-    fn seconds(&self, from: usize, to: usize, bytes: f64) -> f64 {
-        match bytes > 0.0 {
-            true => self.fleet.link(self.members[from], self.members[to]).seconds(bytes as u64),
-            false => 0.0,
-        }
-    }
-
-    fn tree(&self, seconds: f64, total: f64) -> Traffic {
-        let levels = (self.members.len() as f64).log2().ceil();
-        let handled = self.members.iter().map(|device| (*device, 2.0 * total)).collect();
-        Traffic { seconds, messages: 2.0 * levels, handled, ..Traffic::default() }
+        let way = |branch: Branch| {
+            let latency = if bytes(&branch) > 0.0 { self.latency(place, branch.place) } else { 0.0 };
+            latency + self.farthest(branch.place, bytes)
+        };
+        below.map(way).fold(0.0, f64::max)
     }
 }
 
@@ -286,11 +266,8 @@ mod tests {
         // The longest way is between any two, as between the last two.
         is(of(&[10, 10, 10, 90], |circle| circle.numbers()).seconds, 90.0);
         assert_eq!(of(&[10], |circle| circle.numbers()), Work::default());
-        // Up: the third comes to the second, that and the fifth to the first; and down again. 64 bytes a member take 64 ns.
-        let up = 10.0 + 0.064 + 20.0 + 2.0 * 0.064;
-        let down = 5.0 * 0.064;
-        let found = of(&[20, 10, 10, 10, 5], |circle| circle.numbers()).seconds;
-        assert!(found > 1e-6 * (up + 30.0) && found < 1e-6 * (up + 30.0 + 4.0 * down), "{found}");
+        // Up: the fourth comes to the third, and that to the first; and down again.
+        is(of(&[20, 10, 10, 10, 5], |circle| circle.numbers()).seconds, 2.0 * (10.0 + 20.0));
     }
 
     #[test]
@@ -323,9 +300,11 @@ mod tests {
     #[test]
     fn small_buffers_go_up_and_down_the_tree() {
         let gathered = of(&[10, 10, 10], |circle| circle.gather(&[1e3, 1e3, 1e3]));
-        assert_eq!(gathered.bytes, 0.0);
-        // Both children's kilobytes at once, then three to the one and three to the other.
-        is(gathered.seconds, 10.0 + 1.0 + 3.0 + 3.0 + 10.0);
+        // Three kilobytes leave the first for each of the others.
+        is(gathered.bytes / 1e9, 6.0);
+        is(gathered.seconds, 2.0 * 10.0);
+        // Where only the first has anything nothing comes up.
+        is(of(&[10, 10, 10], |circle| circle.gather(&[1e3, 0.0, 0.0])).seconds, 10.0);
         assert_eq!(of(&[10, 10, 10], |circle| circle.gather(&[0.0; 3])), Work::default());
     }
 }
