@@ -226,7 +226,11 @@ impl<'a> Clock<'a> {
         let step = self.courses.len() / programs.len().max(1);
         self.missing.extend(self.meetings.all.iter().map(|meeting| meeting.members.len() as u32));
         for (number, program) in programs.iter().enumerate() {
-            let course = Course::new(program, layout, world, program.device, self.settings.memory);
+            let first = self.courses.get(number).filter(|_| step > 0);
+            let course = match first.and_then(Course::again) {
+                Some(again) => again,
+                None => Course::new(program, layout, world, program.device, self.settings.memory),
+            };
             self.courses.push(Course { number, step, ..course });
         }
     }

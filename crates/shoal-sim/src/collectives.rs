@@ -24,10 +24,12 @@ const ALL_PAIRS_MAX: usize = 16;
 pub(crate) struct Traffic {
     /// Latencies that follow each other.
     pub seconds: f64,
-    /// Bytes by resource.
-    loads: BTreeMap<u32, f64>,
-    /// Bytes that each device sends or receives.
-    handled: BTreeMap<usize, f64>,
+    /// Bytes by resource, message by message.
+    loads: Vec<(u32, f64)>,
+    /// What resources carry beside that, at the same time.
+    beside: Vec<(u32, f64)>,
+    /// Bytes that a device sends or receives, message by message.
+    handled: Vec<(usize, f64)>,
     /// Messages that follow each other.
     messages: f64,
 }
@@ -37,41 +39,65 @@ impl Traffic {
     pub fn and(mut self, other: Traffic) -> Traffic {
         self.seconds += other.seconds;
         self.messages += other.messages;
-        other.loads.into_iter().for_each(|(resource, bytes)| self.load(resource, bytes));
-        other.handled.into_iter().for_each(|(device, bytes)| self.handle(device, bytes));
+        self.loads.extend(other.loads);
+        self.beside.extend(other.beside);
+        self.handled.extend(other.handled);
         self
     }
 
-    fn load(&mut self, resource: u32, bytes: f64) {
-        *self.loads.entry(resource).or_default() += bytes;
-    }
-
-    fn handle(&mut self, device: usize, bytes: f64) {
-        *self.handled.entry(device).or_default() += bytes;
+    /// What passes in several circles: those of a device one after the other, others beside them.
+    pub fn of_circles<'a>(circles: impl Iterator<Item = (&'a [usize], Traffic)>) -> Traffic {
+        let mut all = Traffic::default();
+        // By device, what its circles so far have taken of time and messages.
+        let mut until: BTreeMap<usize, (f64, f64)> = BTreeMap::new();
+        for (members, traffic) in circles {
+            let before = members.iter().filter_map(|member| until.get(member).copied());
+            let begun = before.fold((0.0, 0.0), |a: (f64, f64), b| (a.0.max(b.0), a.1.max(b.1)));
+            let over = (begun.0 + traffic.seconds, begun.1 + traffic.messages);
+            members.iter().for_each(|member| drop(until.insert(*member, over)));
+            (all.seconds, all.messages) = (all.seconds.max(over.0), all.messages.max(over.1));
+            all.loads.extend(traffic.loads);
+            all.handled.extend(traffic.handled);
+        }
+        all
     }
 
     /// So many bytes pass these as well, at the same time.
     pub fn pass(&mut self, resources: impl IntoIterator<Item = u32>, bytes: f64) {
-        for resource in resources {
-            let load = self.loads.entry(resource).or_default();
-            *load = load.max(bytes);
-        }
+        self.beside.extend(resources.into_iter().map(|resource| (resource, bytes)));
     }
 
     /// As one transfer over all that it passes: it has as many bytes as would take the narrowest as long as the busiest is.
     pub fn work(self, resources: &[Resource]) -> Work {
-        let loads = || self.loads.iter().filter(|(_, bytes)| **bytes > 0.0);
-        let rate = |resource: &u32| resources[*resource as usize].bytes_per_second;
-        let busiest = loads().map(|(resource, bytes)| bytes / rate(resource)).fold(0.0, f64::max);
-        let narrowest = loads().map(|(resource, _)| rate(resource)).fold(f64::INFINITY, f64::min);
+        let mut loads = merged(self.loads, |sum, bytes| sum + bytes);
+        loads.extend(self.beside);
+        let mut loads = merged(loads, f64::max);
+        loads.retain(|(_, bytes)| *bytes > 0.0);
+        let rate = |resource: u32| resources[resource as usize].bytes_per_second;
+        let busiest = loads.iter().map(|(resource, bytes)| bytes / rate(*resource)).fold(0.0, f64::max);
+        let narrowest = loads.iter().map(|(resource, _)| rate(*resource)).fold(f64::INFINITY, f64::min);
+        let handled = merged(self.handled, |sum, bytes| sum + bytes);
         Work {
             seconds: self.seconds,
             bytes: if busiest > 0.0 { busiest * narrowest } else { 0.0 },
-            resources: loads().map(|(resource, _)| *resource).collect(),
-            handled_bytes: self.handled.into_values().fold(0.0, f64::max),
+            resources: loads.into_iter().map(|(resource, _)| resource).collect(),
+            handled_bytes: handled.into_iter().map(|(_, bytes)| bytes).fold(0.0, f64::max),
             handled_messages: self.messages,
         }
     }
+}
+
+/// What is said of each thing, made one.
+fn merged<T: Copy + Ord>(mut said: Vec<(T, f64)>, both: impl Fn(f64, f64) -> f64) -> Vec<(T, f64)> {
+    said.sort_by_key(|(thing, _)| *thing);
+    said.dedup_by(|next, kept| {
+        let same = next.0 == kept.0;
+        if same {
+            kept.1 = both(kept.1, next.1);
+        }
+        same
+    });
+    said
 }
 
 /// Some devices, in order, and what passes between two of them.
@@ -187,9 +213,8 @@ impl Circle<'_> {
 
     fn message(&self, traffic: &mut Traffic, from: usize, to: usize, bytes: f64) {
         let work = (self.way)(from, to, bytes);
-        work.resources.iter().for_each(|resource| traffic.load(*resource, work.bytes));
-        traffic.handle(from, bytes);
-        traffic.handle(to, bytes);
+        traffic.loads.extend(work.resources.iter().map(|resource| (*resource, work.bytes)));
+        traffic.handled.extend([(from, bytes), (to, bytes)]);
     }
 
     fn longest_way(&self) -> f64 {
@@ -285,6 +310,19 @@ mod tests {
         let both = of(&[10, 10], |circle| circle.gather(&[1e6, 1e6]));
         is(both.bytes / 1e9, 1e3);
         is(both.seconds, 20.0);
+    }
+
+    #[test]
+    fn circles_without_a_common_member_take_no_longer_than_one() {
+        let both = |other: &'static [usize]| {
+            let one =
+                || Traffic { seconds: 1e-5, messages: 1.0, loads: vec![(0, 1e3)], ..Traffic::default() };
+            Traffic::of_circles([(&[0usize, 1][..], one()), (other, one())].into_iter())
+        };
+        is(both(&[2, 3]).seconds, 10.0);
+        is(both(&[1, 2]).seconds, 20.0);
+        let rates = [Resource { bytes_per_second: 1e9, is_pool: false }];
+        is(both(&[2, 3]).work(&rates).bytes / 1e9, 2.0);
     }
 
     #[test]

@@ -106,9 +106,16 @@ impl<'a> FleetWorld<'a> {
         };
         world.small = world.small_sum(layout.members());
         for layer in 0..layout.chain.layers.len() {
-            let passes = [Pass::Forward, Pass::Backward, Pass::Step, Pass::Update];
-            let gather = |pass| Some((pass, world.gather(layer, pass)?));
-            world.gathers.push(passes.into_iter().filter_map(gather).collect());
+            // What a layer is computed with is brought the same way, whenever that is.
+            let used = world.gather(layer, Pass::Step);
+            let renewed = world.gather(layer, Pass::Update);
+            let of_each = [
+                (Pass::Forward, used.clone()),
+                (Pass::Backward, used.clone()),
+                (Pass::Step, used),
+                (Pass::Update, renewed),
+            ];
+            world.gathers.push(of_each.into_iter().filter_map(|(pass, work)| Some((pass, work?))).collect());
             world.reductions.push(world.reduction(layer));
             world.hand_overs.push(world.hand_over(layer));
         }
@@ -213,14 +220,13 @@ impl<'a> FleetWorld<'a> {
         let way = |from, to, bytes| self.way(from, to, bytes);
         let added = slices(&group.devices, parts.iter().map(|part| (part.device, elements(part))));
         let mut traffic = self.circle(&group.devices, &way).add(&added, wire);
-        let mut circles: Vec<&Vec<usize>> = parts.iter().map(|part| &part.holders).collect();
-        circles.sort_unstable();
-        circles.dedup();
-        for holders in circles {
-            let theirs = parts.iter().filter(|part| part.holders == *holders);
-            let shared = self.gathered(holders, theirs.map(|part| (part.device, 4.0 * elements(part))));
-            traffic = traffic.and(shared);
+        let mut shared: BTreeMap<&[usize], Vec<(usize, f64)>> = BTreeMap::new();
+        for part in parts.iter().filter(|part| part.holders.len() > 1) {
+            shared.entry(&part.holders).or_default().push((part.device, 4.0 * elements(part)));
         }
+        let shared =
+            shared.into_iter().map(|(holders, theirs)| (holders, self.gathered(holders, theirs.into_iter())));
+        traffic = traffic.and(Traffic::of_circles(shared));
         let total = 4.0 * parts.iter().map(elements).sum::<f64>();
         traffic.pass(self.tiers(&group.devices, group.tier, false), total);
         traffic.work(&self.resources)

@@ -140,13 +140,36 @@ impl<'a> Course<'a> {
         (self.program.instructions[place].lane == Lane::Compute).then_some(self.device)
     }
 
-    /// Goes past the closing sums without any time passing. Returns how many instructions that were.
+    /// The same once more, of one that has not begun; none where memory is followed.
+    pub(super) fn again(&self) -> Option<Course<'a>> {
+        self.meter.is_none().then(|| Course {
+            slots: self.slots.clone(),
+            followers: self.followers.clone(),
+            early: self.early.clone(),
+            may: Vec::new(),
+            spans: self.spans.clone(),
+            followed_by: HashMap::new(),
+            meter: None,
+            ..*self
+        })
+    }
+
+    /// Goes past the closing sums without any time passing; memory is not followed. Returns how many instructions that were.
     pub(super) fn pass_closing_sums(&mut self) -> usize {
         let count = closing_place(self.program).map_or(0, |place| place + 1);
-        for place in 0..count {
-            self.start(place, 0.0);
-            self.finish(place, 0.0);
+        let all = self.spans.len();
+        self.spans[..count].fill(Span { start: 0.0, end: 0.0 });
+        self.slots[..count].iter_mut().for_each(|slot| slot.has_started = true);
+        // Those behind wait for each other alone.
+        self.slots[count..all].iter_mut().for_each(|slot| slot.awaits = 0);
+        let (first, last) = (self.slots[count].first_follower, self.slots[all].first_follower);
+        for follower in &self.followers[first as usize..last as usize] {
+            self.slots[*follower as usize].awaits += 1;
         }
+        let behind = &self.slots[count..all];
+        self.left = behind.len();
+        self.listed_left = behind.iter().filter(|slot| !slot.is_left_behind).count();
+        self.computations_left = behind.iter().filter(|slot| slot.computes_layer).count();
         self.next = count;
         self.early.retain(|(_, place)| *place >= count);
         count
