@@ -54,7 +54,7 @@ impl Traffic {
             let before = members.iter().filter_map(|member| until.get(member).copied());
             let begun = before.fold((0.0, 0.0), |a: (f64, f64), b| (a.0.max(b.0), a.1.max(b.1)));
             let over = (begun.0 + traffic.seconds, begun.1 + traffic.messages);
-            members.iter().for_each(|member| drop(until.insert(*member, over)));
+            until.extend(members.iter().map(|member| (*member, over)));
             (all.seconds, all.messages) = (all.seconds.max(over.0), all.messages.max(over.1));
             all.loads.extend(traffic.loads);
             all.handled.extend(traffic.handled);
