@@ -64,9 +64,12 @@ pub fn number(text: &str, key: &str) -> Option<f64> {
     rest.split([',', '}']).next()?.parse().ok()
 }
 
+pub fn build() -> Result<(), String> {
+    cargo(&["build", "--release", "--package", "shoal"])
+}
+
 /// A folder with a job; what an earlier time left there would be resumed.
-fn folder(name: &str, job: &str) -> Result<PathBuf, String> {
-    cargo(&["build", "--release", "--package", "shoal"])?;
+pub fn folder(name: &str, job: &str) -> Result<PathBuf, String> {
     let folder = root().join("target").join(name);
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(folder.join("model")).map_err(said(&folder))?;
@@ -78,23 +81,24 @@ fn folder(name: &str, job: &str) -> Result<PathBuf, String> {
     Ok(folder)
 }
 
-fn said(folder: &Path) -> impl Fn(std::io::Error) -> String {
+pub fn said(folder: &Path) -> impl Fn(std::io::Error) -> String {
     move |error| format!("{}: {error}", folder.display())
 }
 
-fn print_head() {
+pub fn print_head() {
     println!(
         "{:<12} {:<13} {:>7} {:>12} {:>12} {:>8}  memory",
         "fleet", "shape", "devices", "predicted", "measured", "off"
     );
 }
 
-fn print_mean(off: &[f64]) {
+pub fn print_mean(off: &[f64]) {
     let mean = off.iter().map(|off| off.abs()).sum::<f64>() / off.len() as f64;
     println!("{} plans, off by {:.1} % on average", off.len(), 100.0 * mean);
 }
 
 pub fn bench() -> Result<(), String> {
+    build()?;
     let folder = folder("lab", JOB)?;
     print_head();
     let mut off = Vec::new();
@@ -133,6 +137,7 @@ every = "1000 steps"
 
 /// Two real workers, each with half of the cores, by a profile that is measured first.
 pub fn workers() -> Result<(), String> {
+    build()?;
     let folder = folder("workers", WORKERS_JOB)?;
     fs::write(folder.join("fleet.toml"), WORKERS_FLEET).map_err(said(&folder))?;
     let threads = std::thread::available_parallelism().map_or(1, |cores| cores.get() / 2).max(1).to_string();
@@ -151,8 +156,8 @@ pub fn workers() -> Result<(), String> {
 }
 
 /// Programs before a command, which decide where it runs.
-type Where = &'static [&'static str];
-const EVERYWHERE: Where = &[];
+pub type Where = &'static [&'static str];
+pub const EVERYWHERE: Where = &[];
 const ONE_CORE: Where = &["taskset", "--cpu-list", "0"];
 
 fn shoal(place: Where) -> Command {
@@ -212,7 +217,7 @@ fn one(folder: &Path, name: &str, shape: &str, arguments: &[&str]) -> Result<f64
 }
 
 /// Runs a plan in the lab and prints what it took beside what was predicted; returns how far that was off.
-fn beside(
+pub fn beside(
     folder: &Path,
     place: Where,
     name: &str,

@@ -1,6 +1,7 @@
 //! `cargo xtask test`, `bench` and `gpu-bundle`: everything a contributor or CI runs, in one place.
 
 mod bench;
+mod drawn;
 mod fleet;
 mod gpu_bundle;
 mod lab;
@@ -18,6 +19,8 @@ cargo xtask bench plan   how long planning and simulating take, and how they gro
 cargo xtask bench checkpoint
                          what saving every ten steps costs a run of gpt2-124m's shape; two quiet cores
 cargo xtask bench lab    predicted steps beside measured ones, on fleets of played devices; two quiet cores
+cargo xtask bench drawn [--seed N] [--count N]
+                         the same on fleets, models and plans that are drawn at random; two quiet cores
 cargo xtask bench workers
                          the same on two real workers with half of the cores each, by a profile measured first
 cargo xtask bench trace FILE [--from SECONDS] [--seconds SECONDS]
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
             cargo(&["run", "--release", "--package", "shoal-engine", "--example", "checkpoint_overhead"])
         }
         ["bench", "lab"] => lab::bench(),
+        ["bench", "drawn", ref options @ ..] => drawn::bench(options),
         ["bench", "workers"] => lab::workers(),
         ["bench", "trace", file, ref more @ ..] => living::trace(file, more),
         ["bench", "slow"] => living::slow(),
