@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
-use shoal_fleet::{Costs, Fleet, Node, Profile};
+use shoal_fleet::{Costs, Fleet, Node, Profile, catalogue};
 use shoal_model::Chain;
 use shoal_plan::memory::MemoryForecast;
 use shoal_plan::{Layout, Plan, Purpose, compile_paced};
@@ -14,6 +14,7 @@ use shoal_sim::{FleetWorld, Simulated};
 use crate::assemble::step_shape;
 use crate::error::{CliError, Result};
 use crate::job::{Job, bytes_text};
+use crate::machine;
 use crate::show::{percent, short};
 use crate::timeline::time_text;
 
@@ -34,6 +35,9 @@ pub struct FleetOptions {
     /// How much is tried to make the best plan better: about so many seconds, and 0 leaves it as its search has it
     #[arg(long, value_name = "SECONDS", requires = "fleet", default_value_t = EFFORT_DEFAULT)]
     pub effort: f64,
+    /// The fleet as `shoal lab` has it on one machine: all shares of a GPU are parts of the one there, all `CPU`s of one processor
+    #[arg(long, requires = "fleet")]
+    pub lab: bool,
 }
 
 pub const EFFORT_DEFAULT: f64 = 2.0;
@@ -52,6 +56,16 @@ pub enum Survive {
     Exactly(usize),
     /// Of as many as there are machines and memory for.
     UpTo(usize),
+}
+
+/// Whether the lab has such devices; it plays the others.
+pub fn is_real_in_the_lab(kind: &str) -> bool {
+    is_processor_here(kind) || catalogue::share_of(kind).is_some()
+}
+
+/// A processor like this one, as a profile names it, or any.
+pub fn is_processor_here(kind: &str) -> bool {
+    kind == catalogue::CPU || kind == machine::processor()
 }
 
 /// A fleet and what layers cost on it.
@@ -95,7 +109,8 @@ impl FleetOptions {
     /// What layers cost on a fleet.
     pub fn costs(&self, job: &Job, chain: &Chain, fleet: &Fleet) -> Result<Costs> {
         let profile = self.profile.as_deref().map(Profile::read).transpose()?;
-        Ok(Costs::new(chain, fleet, profile.as_ref(), job.precision, job.sequence)?)
+        let costs = Costs::new(chain, fleet, profile.as_ref(), job.precision, job.sequence)?;
+        Ok(if self.lab { costs.in_a_box(fleet, |kind| !is_real_in_the_lab(kind)) } else { costs })
     }
 
     /// What the command says, or else the job, or else nobody.

@@ -230,6 +230,11 @@ impl Context {
         self.queueing.store(queueing as u8, Ordering::Relaxed);
     }
 
+    /// Whether what is queued now is done as it comes.
+    pub(super) fn is_direct(&self) -> bool {
+        self.queueing.load(Ordering::Relaxed) == Queueing::Direct as u8
+    }
+
     /// Whether what would be queued now was noted down before.
     pub(super) fn is_replayed(&self) -> bool {
         self.queueing.load(Ordering::Relaxed) == Queueing::Replayed as u8

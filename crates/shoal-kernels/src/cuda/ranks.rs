@@ -9,6 +9,27 @@ use std::path::PathBuf;
 
 use crate::random::key_of;
 
+/// Ways are measured in turn, so often, and their middle times compared: others may be at work on the GPU, now more, now less.
+const ROUNDS: usize = 5;
+/// How much faster than the first another must be: less is noise.
+const CLEARLY_FASTER: f32 = 0.97;
+
+/// Which of some ways is the fastest; the first, unless another is clearly faster. `measure` says how long one took.
+pub(super) fn fastest<E>(ways: usize, mut measure: impl FnMut(usize) -> Result<f32, E>) -> Result<usize, E> {
+    let mut times = vec![[0.0f32; ROUNDS]; ways];
+    for round in 0..ROUNDS {
+        for (way, times) in times.iter_mut().enumerate() {
+            times[round] = measure(way)?;
+        }
+    }
+    for times in &mut times {
+        times.sort_by(f32::total_cmp);
+    }
+    let middle = |way: &usize| times[*way][ROUNDS / 2];
+    let best = (0..ways).min_by(|a, b| middle(a).total_cmp(&middle(b))).unwrap_or(0);
+    Ok(if ways > 0 && middle(&best) < CLEARLY_FASTER * middle(&0) { best } else { 0 })
+}
+
 pub(super) struct Ranks {
     path: Option<PathBuf>,
     /// By the hash of a question's description: the answer to take, from 0.
@@ -52,6 +73,22 @@ impl Ranks {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_fastest_is_clearly_so_most_of_the_time() {
+        let measured = |times: &[f32], disturbed: usize| {
+            let mut asked = 0;
+            fastest::<()>(times.len(), |way| {
+                asked += 1;
+                Ok(if asked % times.len() == 0 && asked <= disturbed { 100.0 } else { times[way] })
+            })
+        };
+        assert_eq!(measured(&[], 0), Ok(0));
+        assert_eq!(measured(&[2.0, 3.0, 1.0], 0), Ok(2));
+        assert_eq!(measured(&[2.0, 1.99], 0), Ok(0), "noise");
+        assert_eq!(measured(&[2.0, 1.5], 4), Ok(1), "two of five rounds met a disturbance");
+        assert_eq!(fastest(2, |_| Err("lost")), Err("lost"));
+    }
 
     #[test]
     fn what_was_kept_is_read_again_and_noise_is_passed_over() {

@@ -5,14 +5,14 @@ use std::ops::Range;
 
 use shoal_model::Chain;
 use shoal_plan::draw::Draw;
-use shoal_plan::{Activations, Compute, ComputeCopy, Op, Order, Plan, Program, Residence, Samples};
+use shoal_plan::{Activations, Compute, ComputeCopy, Holder, Op, Order, Plan, Program, Residence, Samples};
 
 use crate::kept;
 
 /// Where the changes that are proposed come from: always the same ones.
 const SEED: u64 = 0x5ea5;
 
-/// Layers that are given other activations at a time.
+/// Layers whose activations or state are changed at a time.
 const RUN_MOST: usize = 8;
 
 /// Proposes changes.
@@ -55,7 +55,8 @@ impl<'a> Changes<'a> {
             0..70 if self.may_recut => self.pieces(plan),
             70..80 => self.layer(plan),
             80..85 if is_pipelined => self.share(plan),
-            85..97 => self.activations(plan),
+            85..93 => self.activations(plan),
+            93..97 => self.state(plan),
             97.. if is_pipelined => {
                 plan.order = self.draw.of(&[Order::OneForwardOneBackward, Order::Varuna, Order::Gpipe]);
             }
@@ -199,9 +200,8 @@ impl<'a> Changes<'a> {
             let row = &plan.tensors[*tensor];
             self.chain.users(*tensor).count() == 1
                 && row.compute_copies.len() == 1
-                && row.gradient.len() == 1
-                && row.gradient == row.optimizer
-                && row.gradient[0].holder.device() == device
+                && [&row.gradient, &row.optimizer].map(|held| held.len()) == [1, 1]
+                && [&row.gradient, &row.optimizer].iter().all(|held| held[0].holder.device() == device)
         })
     }
 
@@ -229,11 +229,36 @@ impl<'a> Changes<'a> {
         let first = self.draw.below(plan.layers.len());
         let place = self.draw.below(plan.layers[first].compute.len());
         let device = plan.layers[first].compute[place].device;
-        let activations = self.draw.of(&[Activations::Keep, Activations::Recompute]);
+        let activations = self.draw.of(&[Activations::Keep, Activations::Recompute, Activations::Offload]);
         let run = 1 + self.draw.below(RUN_MOST);
         for (row, layer) in plan.layers.iter_mut().zip(&self.chain.layers).skip(first).take(run) {
             for compute in row.compute.iter_mut().filter(|compute| compute.device == device) {
                 compute.activations = kept(&layer.kind, activations);
+            }
+        }
+    }
+
+    /// What a device's memory holds of some layers' state goes to its host's, where there is more room and updates take longer;
+    /// or comes back. State that goes gives room for larger pieces.
+    fn state(&mut self, plan: &mut Plan) {
+        let first = self.draw.below(plan.layers.len());
+        let run = 1 + self.draw.below(RUN_MOST);
+        let device = primary(&plan.layers[first].compute).device;
+        let (from, to) = match self.draw.chance(50) {
+            true => (Holder::Device(device), Holder::Host(device)),
+            false => (Holder::Host(device), Holder::Device(device)),
+        };
+        for layer in self.chain.layers.iter().skip(first).take(run) {
+            for (_, tensor) in &layer.tensors {
+                let held = &mut plan.tensors[*tensor].optimizer;
+                for place in 0..held.len() {
+                    // Nobody holds a slice twice.
+                    let slice = held[place].slice;
+                    let is_there = held.iter().any(|other| other.holder == to && other.slice == slice);
+                    if held[place].holder == from && !is_there {
+                        held[place].holder = to;
+                    }
+                }
             }
         }
     }

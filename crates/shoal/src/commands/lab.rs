@@ -21,7 +21,9 @@ use super::train::stop_on_signals;
 use super::trial::median;
 use super::worker::trace_file;
 use crate::error::{CliError, Result};
-use crate::fleet_plan::{EFFORT_DEFAULT, FleetOptions, OnFleet, read_table};
+use crate::fleet_plan::{
+    EFFORT_DEFAULT, FleetOptions, OnFleet, is_processor_here, is_real_in_the_lab, read_table,
+};
 use crate::in_a_box::assignment::{Assignment, Network, Report, name_of};
 use crate::in_a_box::gpu::{self, Mps, Share};
 use crate::in_a_box::pace::durations;
@@ -90,7 +92,7 @@ struct SearchOptions {
     /// How much is tried to make the best plan better: about so many seconds, and 0 leaves it as its search has it
     #[arg(long, value_name = "SECONDS", default_value_t = EFFORT_DEFAULT)]
     effort: f64,
-    /// A table that `shoal plan --table` wrote; without it the best is searched
+    /// A table that `shoal plan --lab --table` wrote; without it the best is searched
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
 }
@@ -104,6 +106,8 @@ impl Options {
             shape: shape.clone(),
             survive: *survive,
             effort: *effort,
+            // What is played is known later.
+            lab: false,
         }
     }
 }
@@ -242,17 +246,11 @@ fn assert_fits(plan: &Plan, programs: &[Program], forecast: &[u64]) -> Result {
     ))
 }
 
-/// A processor like this one, as a profile names it, or any.
-fn is_processor_here(kind: &str) -> bool {
-    kind == catalogue::CPU || kind == machine::processor()
-}
-
 impl Prepared {
     fn new(options: &Options, job: &Job, chain: &Chain) -> Result<Prepared> {
         let (fleet_options, table) = (options.on_fleet(), &options.search.table);
         let mut on = fleet_options.read(job, chain)?;
-        let is_here = |kind: &str| is_processor_here(kind) || catalogue::share_of(kind).is_some();
-        on.costs = on.costs.in_a_box(&on.fleet, |kind| options.paced || !is_here(kind));
+        on.costs = on.costs.in_a_box(&on.fleet, |kind| options.paced || !is_real_in_the_lab(kind));
         let plan = match table {
             Some(path) => read_table(path, chain)?,
             None => fleet_options.search(job, chain, &on)?.best.plan,

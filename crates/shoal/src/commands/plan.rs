@@ -89,7 +89,11 @@ fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
         memory: &best.memory,
         breakdown: &breakdown,
     };
-    let more = more::of_each_kind(&options.on, job, chain, &on, &best);
+    // In the lab all there is of a GPU or a processor is divided.
+    let more = match options.on.lab {
+        true => None,
+        false => more::of_each_kind(&options.on, job, chain, &on, &best),
+    };
     // Shapes come with the fastest first, and that is the best.
     let runner_up = tried.get(1).and_then(|second| Some((second.shape, second.seconds?)));
     let slower = |seconds: f64| seconds / best.simulated.seconds - 1.0;
@@ -136,7 +140,9 @@ fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
         println!("lateness: devices that wait for a message go on with up to {leeway} later units meanwhile");
     }
     println!("{}", survival_text(survives, options.on.survive(job), on.fleet.nodes.len()));
-    more::print(&more, &on);
+    if !options.on.lab {
+        more::print(&more, &on);
+    }
     Ok(())
 }
 

@@ -19,6 +19,9 @@ const ALIGNMENT_MAX: u64 = 256;
 /// Algorithms asked for.
 const CANDIDATES: usize = 8;
 
+/// Multiplications from which on another way than the first is worth looking for.
+const WORTH_MEASURING: usize = 1 << 32;
+
 /// Blocks that an algorithm may let run side by side and share memory.
 ///
 /// On a share of a GPU (NVIDIA's MPS) the library leaves parts of an output unwritten where blocks go in fours or more,
@@ -70,7 +73,7 @@ pub(super) struct Key {
     epilogue: Kind,
     before_stride: Option<usize>,
     tf32: bool,
-    pub(super) fastest: bool,
+    fastest: bool,
     workspace_bytes: usize,
     /// Of a, b, the addend, the output, the bias and GELU's input.
     alignments: [u32; 6],
@@ -82,6 +85,16 @@ pub(super) fn alignment(at: Address) -> u32 {
 }
 
 impl Key {
+    pub(super) fn is_worth_measuring(&self) -> bool {
+        let (m, n, k) = self.shape;
+        self.fastest && m * n * k >= WORTH_MEASURING
+    }
+
+    /// The same product with nothing added.
+    pub(super) fn overwriting(&self) -> Key {
+        Key { addend_stride: None, ..*self }
+    }
+
     pub(super) fn of(product: &Product, parts: &Parts, workspace_bytes: usize) -> Key {
         let Product { shape, a, b, addend, out, tf32, fastest, .. } = *product;
         let or_best = |at: Option<Address>| at.map_or(ALIGNMENT_MAX as u32, alignment);
