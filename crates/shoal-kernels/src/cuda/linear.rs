@@ -50,7 +50,8 @@ impl CudaDevice {
         // SAFETY: by this function's contract.
         let together = || unsafe { self.product(product) };
         let measured = || together().map(drop);
-        if !self.blas.is_quicker_apart(product, self.workspace.bytes(), measured, &mut apart)? && together()? {
+        if !self.blas.is_quicker_apart(product, self.workspace.bytes(), measured, &mut apart)? && together()?
+        {
             return Ok(());
         }
         apart()
@@ -258,7 +259,8 @@ mod tests {
             tensor
         };
         let (x, dy) = (normal(1, ROWS * INPUTS, 1.0), normal(2, ROWS * INPUTS, 1.0));
-        let (weight, bias) = (normal(3, INPUTS * OUTPUTS, (INPUTS as f32).powf(-0.5)), normal(4, OUTPUTS, 1.0));
+        let (weight, bias) =
+            (normal(3, INPUTS * OUTPUTS, (INPUTS as f32).powf(-0.5)), normal(4, OUTPUTS, 1.0));
         // Whatever they hold.
         let [mut before, mut out, mut dx] = [5, 6, 7].map(|key| normal(key, ROWS * OUTPUTS, 1.0));
         let (x, dy) = (Mat::new(&x, ROWS, INPUTS), Mat::new(&dy, ROWS, INPUTS));

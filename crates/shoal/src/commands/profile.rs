@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use shoal_engine::{EngineError, Replay};
 use shoal_fleet::profile::{FORMAT, LinkProfile, equal_layers};
 use shoal_fleet::{DeviceProfile, LayerProfile, Profile, TimeCurve, catalogue};
-use shoal_model::{Chain, Precision};
+use shoal_model::{Chain, Model, Precision};
 use shoal_plan::{Op, PlanError};
 
 use handling::Handling;
@@ -31,6 +31,9 @@ pub struct Options {
     /// Numbers of samples to measure
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32, 64, 128, 256])]
     samples: Vec<usize>,
+    /// Measure a transformer with so many of its blocks: they are equal, and few take less time and memory [default: all of them]
+    #[arg(long)]
+    blocks: Option<usize>,
     /// fp32, tf32, bf16 or fp16
     #[arg(long, default_value = "fp32")]
     precision: Precision,
@@ -78,6 +81,8 @@ pub fn run(options: Options) -> Result {
     let known =
         options.merge.iter().try_fold(nothing.clone(), |all, path| all.merge(Profile::read(path)?))?;
     let device = options.on.choose(options.precision)?;
+    let whole = model.chain();
+    let model = with_blocks(model, options.blocks)?;
     let chain = model.chain();
     let neighbours = options.neighbours.unwrap_or_else(|| match &device.gpu {
         Some(_) => 0,
@@ -164,14 +169,30 @@ pub fn run(options: Options) -> Result {
             handling_seconds_per_byte: handling.seconds_per_byte,
             handling_seconds_per_message: handling.seconds_per_message,
             alone,
-            step: Some(TimeCurve::new(samples.clone(), measured.step_seconds.clone())),
-            layers: measured.layers(&chain, options.precision, sequence),
+            step: Some(measured.step(&chain, &whole)),
+            layers: measured.layers(&chain, &whole, options.precision, sequence),
         }],
         ..nothing
     };
     known.merge(profile)?.write(&options.out)?;
-    println!("wrote {}: {} layers, {samples:?} samples", options.out.display(), chain.layers.len());
+    println!("wrote {}: {} layers, {samples:?} samples", options.out.display(), whole.layers.len());
     Ok(())
+}
+
+/// The model, or, where it is asked for, a transformer with fewer of its blocks.
+fn with_blocks(mut model: Model, blocks: Option<usize>) -> Result<Model> {
+    let Some(blocks) = blocks else { return Ok(model) };
+    let refused =
+        |what: &str| Err(CliError::said(format!("--blocks: {what}"), "leave it out for all layers"));
+    match &mut model {
+        Model::Convolutional(_) => return refused("a convolutional model has none, its layers differ"),
+        Model::Transformer(_) if blocks == 0 => return refused("one at least is measured"),
+        Model::Transformer(config) if config.layers < blocks => {
+            return refused(&format!("the model has {}", config.layers));
+        }
+        Model::Transformer(config) => config.layers = blocks,
+    }
+    Ok(model)
 }
 
 /// What is known so far.
@@ -240,19 +261,43 @@ impl Measured {
         median(&mut self.updates.clone())
     }
 
-    /// Equal layers as one: the mean of theirs, so that the sum over the chain stays.
-    fn layers(&self, chain: &Chain, precision: Precision, sequence: usize) -> Vec<LayerProfile> {
-        let mean = |of: &[Vec<f64>], equal: &[usize]| {
-            let at =
-                |index: usize| equal.iter().map(|layer| of[*layer][index]).sum::<f64>() / equal.len() as f64;
-            TimeCurve::new(self.samples.clone(), (0..self.samples.len()).map(at).collect())
+    /// What some layers take, forward or backward: their mean, so that the sum over the chain stays.
+    fn mean(&self, of: &[Vec<f64>], equal: &[usize]) -> Vec<f64> {
+        let at = |index: usize| equal.iter().map(|layer| of[*layer][index]).sum::<f64>() / equal.len() as f64;
+        (0..self.samples.len()).map(at).collect()
+    }
+
+    /// Equal layers as one row, with all that the whole has of them.
+    fn layers(
+        &self,
+        chain: &Chain,
+        whole: &Chain,
+        precision: Precision,
+        sequence: usize,
+    ) -> Vec<LayerProfile> {
+        let curve =
+            |of: &[Vec<f64>], equal: &[usize]| TimeCurve::new(self.samples.clone(), self.mean(of, equal));
+        let row = |(measured, all): (Vec<usize>, Vec<usize>)| LayerProfile {
+            forward: curve(&self.forward, &measured),
+            backward: curve(&self.backward, &measured),
+            ..LayerProfile::described(whole, &all, precision, sequence)
         };
-        let row = |equal: Vec<usize>| LayerProfile {
-            forward: mean(&self.forward, &equal),
-            backward: mean(&self.backward, &equal),
-            ..LayerProfile::described(chain, &equal, precision, sequence)
-        };
-        equal_layers(chain).into_iter().map(row).collect()
+        equal_layers(chain).into_iter().zip(equal_layers(whole)).map(row).collect()
+    }
+
+    /// A whole step; layers that were left out, and their update, take what those like them took.
+    fn step(&self, chain: &Chain, whole: &Chain) -> TimeCurve {
+        let mut seconds = self.step_seconds.clone();
+        for (measured, all) in equal_layers(chain).into_iter().zip(equal_layers(whole)) {
+            let left_out = (all.len() - measured.len()) as f64;
+            for of in [&self.forward, &self.backward] {
+                let each = self.mean(of, &measured);
+                seconds.iter_mut().zip(each).for_each(|(step, layer)| *step += left_out * layer);
+            }
+        }
+        let times = whole.parameters() as f64 / chain.parameters() as f64;
+        seconds.iter_mut().for_each(|step| *step += (times - 1.0) * self.update_seconds());
+        TimeCurve::new(self.samples.clone(), seconds)
     }
 }
 

@@ -37,6 +37,26 @@ fn a_profile_holds_what_costs_need() {
 }
 
 #[test]
+fn a_few_blocks_say_what_all_of_them_take() {
+    let folder = Folder::empty();
+    profile(&folder, &["--sequence", "32", "--blocks", "1"]).succeeds();
+    let profile_of = |name: &str| Profile::read(&folder.join(name)).unwrap();
+    let device = &profile_of("profile.json").devices[0];
+    let rows: Vec<usize> = device.layers.iter().map(|row| row.layers.len()).collect();
+    assert_eq!(rows, [1, 2, 1], "embedding, both blocks, head");
+    let step = &device.step.as_ref().unwrap().seconds;
+    // The block that was left out is in the step, beside what was measured of the rest.
+    let block = device.layer("block 1").unwrap();
+    let left_out = block.forward.seconds[1] + block.backward.seconds[1];
+    assert!(step[1] > left_out, "{step:?}");
+
+    profile(&folder, &["--blocks", "3"]).fails(&["--blocks", "the model has 2"], "leave it out");
+    profile(&folder, &["--blocks", "0"]).fails(&["--blocks", "one at least"], "leave it out");
+    let images = ["profile", "vgg11", "--device", "cpu", "--blocks", "1", "--samples", "1"];
+    folder.shoal(&images).fails(&["--blocks", "convolutional"], "leave it out");
+}
+
+#[test]
 fn profiles_of_other_machines_are_added_and_other_models_refused() {
     let folder = Folder::empty();
     profile(&folder, &["--sequence", "32", "--out", "here.json"]).succeeds();
