@@ -284,6 +284,7 @@ impl Executor {
             Op::Recompute { layer, samples } => self.recompute(step, layer, samples),
             Op::BeginBackward { layer, samples } => self.begin_backward(step, layer, samples),
             Op::Backward { layer, samples } => self.backward(step, layer, samples),
+            Op::WeightGradients { layer, samples } => self.weight_gradients(step, layer, samples),
             Op::Predict { layer, samples } => self.predict(step, layer, samples),
             Op::Release { layer, pass } => {
                 self.release(layer, pass);
@@ -512,12 +513,31 @@ impl Executor {
                 (saved, self.merge(step, layer, samples)?)
             }
         };
+        if step.layout.is_some_and(|layout| layout.puts_off(step.device, layer)) {
+            let (result, put_off) =
+                self.with_gradients(step, layer, samples, |kind, call, parameters, gradients| {
+                    layer::backward_putting_off(kind, call, parameters, gradients, saved, gradient)
+                })?;
+            step.put(Value::PutOff { layer, samples }, Stored::Saved(Box::new(put_off)));
+            return self.hand_back(step, layer, samples, result);
+        }
         let groups = step.groups.remove(&layer);
         let result = self.with_gradients(step, layer, samples, |kind, call, parameters, gradients| {
             layer::backward(kind, call, parameters, gradients, saved, gradient, groups.as_ref())
         })?;
         step.groups.extend(groups.map(|groups| (layer, groups)));
         self.hand_back(step, layer, samples, result)
+    }
+
+    /// What a backward put off. The parameters may have been given back since.
+    fn weight_gradients(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {
+        let put_off = step.take_saved(Value::PutOff { layer, samples });
+        let mut gradients = self.lend_gradients(layer)?;
+        let call = context!(self).call(step, layer, samples);
+        let kind = &self.chain.layers[layer].kind;
+        let result = layer::weight_gradients(kind, &call, &mut gradients, &put_off);
+        self.take_gradients_back(layer, gradients);
+        Ok(result?)
     }
 
     /// Lends a layer's gradient sums to a part of its backward.
@@ -528,9 +548,19 @@ impl Executor {
         samples: Samples,
         work: impl FnOnce(&LayerKind, &Call, &Parameters, &mut Gradients) -> shoal_kernels::device::Result<T>,
     ) -> Result<T> {
-        let slots = self.chain.layers[layer].tensors.clone();
+        let mut gradients = self.lend_gradients(layer)?;
+        let result = {
+            let (call, parameters) = context!(self).layer(step, layer, samples, true);
+            work(&self.chain.layers[layer].kind, &call, &parameters, &mut gradients)
+        };
+        self.take_gradients_back(layer, gradients);
+        Ok(result?)
+    }
+
+    fn lend_gradients(&mut self, layer: usize) -> Result<Gradients> {
+        let slots = &self.chain.layers[layer].tensors;
         let mut lent = Vec::with_capacity(slots.len());
-        for (slot, tensor) in &slots {
+        for (slot, tensor) in slots {
             let sum = match self.state.tensors[*tensor].gradient.take() {
                 Some(sum) => sum,
                 // A sum that is kept elsewhere begins with the first addition here.
@@ -538,15 +568,13 @@ impl Executor {
             };
             lent.push((*slot, sum));
         }
-        let mut gradients = Gradients::new(lent);
-        let result = {
-            let (call, parameters) = context!(self).layer(step, layer, samples, true);
-            work(&self.chain.layers[layer].kind, &call, &parameters, &mut gradients)
-        };
-        for ((_, sum), (_, tensor)) in gradients.into_entries().zip(&slots) {
+        Ok(Gradients::new(lent))
+    }
+
+    fn take_gradients_back(&mut self, layer: usize, gradients: Gradients) {
+        for ((_, sum), (_, tensor)) in gradients.into_entries().zip(&self.chain.layers[layer].tensors) {
             self.state.tensors[*tensor].gradient = Some(sum);
         }
-        Ok(result?)
     }
 
     fn predict(&mut self, step: &mut Step, layer: usize, samples: Samples) -> Result {

@@ -47,17 +47,38 @@ impl LayerKind {
             }
         }
     }
+
+    /// Whether its backward can leave gradients of weights for later.
+    pub fn puts_off(&self) -> bool {
+        matches!(self, LayerKind::Block(_))
+    }
+
+    /// How much of a backward's time the gradients take that may be put off.
+    pub fn put_off_share(&self, sequence: usize) -> f64 {
+        let LayerKind::Block(block) = self else { return 0.0 };
+        let projections = mlp_projections(block) - 1;
+        let outputs = block.qkv_width() + projections as usize * block.mlp_width;
+        let flops = 2 * sequence as u64 * block.width as u64 * outputs as u64;
+        PRODUCTS_PACE * flops as f64 / (2 * self.forward_flops(sequence)) as f64
+    }
+}
+
+/// Of the time that a product takes by its part of a backward's operations, what it does take: norms and attention, which have few
+/// operations, take the rest.
+const PRODUCTS_PACE: f64 = 0.8;
+
+fn mlp_projections(block: &BlockSpec) -> u64 {
+    match block.activation {
+        Activation::GeluTanh | Activation::GeluErf => 2,
+        Activation::SwiGlu => 3,
+    }
 }
 
 fn block_flops(block: &BlockSpec, sequence: usize) -> u64 {
     let (t, width) = (sequence as u64, block.width as u64);
     let query = block.query_width() as u64;
-    let projections = match block.activation {
-        Activation::GeluTanh | Activation::GeluErf => 2,
-        Activation::SwiGlu => 3,
-    };
-    let weights =
-        width * block.qkv_width() as u64 + query * width + projections * width * block.mlp_width as u64;
+    let mlp = mlp_projections(block) * width * block.mlp_width as u64;
+    let weights = width * block.qkv_width() as u64 + query * width + mlp;
     let pairs = if block.causal { t * (t + 1) / 2 } else { t * t };
     // Two products (scores and values), two operations each.
     let attention = 2 * 2 * query * pairs;

@@ -12,9 +12,10 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::chain::{Chain, HeadSpec, Init, Layer, LayerKind, Predicts, Slot, TensorSpec};
+use crate::chain::{Chain, HeadSpec, Init, Layer, LayerKind, Predicts, TensorSpec};
 use crate::config::ImageShape;
 use crate::precision::Precision;
+use crate::slot::Slot;
 
 /// Means and variances over the samples and pixels of a batch, by channel.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -58,6 +58,10 @@ pub struct Footprint {
     /// From the input to everything the backward reads.
     pub recompute_peak: u64,
     pub backward_peak: u64,
+    /// Backward of a layer that puts gradients of weights off ([`LayerKind::puts_off`]).
+    pub putting_off_peak: u64,
+    /// What it leaves for them.
+    pub put_off: u64,
 }
 
 /// Follows allocations and releases to their highest point.
@@ -146,6 +150,7 @@ fn embedding(spec: &EmbeddingSpec, rows: usize, precision: Precision) -> Footpri
         recompute_peak: 0,
         // Those, and the gradient of the norm's input.
         backward_peak: if normed > 0 { normed + output } else { 0 },
+        ..Footprint::default()
     }
 }
 
@@ -163,6 +168,7 @@ fn patches(spec: &PatchSpec, samples: usize, precision: Precision) -> Footprint 
         forward_lean_peak: gathered + output,
         recompute_peak: 0,
         backward_peak: gathered,
+        ..Footprint::default()
     }
 }
 
@@ -195,31 +201,42 @@ fn block(spec: &BlockSpec, rows: usize, precision: Precision) -> Footprint {
     // The norm's output is where the block's output ends up, so it counts once.
     let forward_peak = (saved - boundary) + boundary + (mlp - kept_activation);
 
-    let mut meter = Meter { live: saved, peak: saved };
-    let normed = meter.take(boundary);
-    if spec.norm_place == NormPlace::After {
-        meter.give(last_sum + statistics);
-    }
-    let activation_gradient = meter.take(mlp);
-    meter.give(match spec.activation {
-        // What the activation was made from (it becomes it, where that is not kept).
-        Activation::GeluTanh | Activation::GeluErf => mlp + kept_activation,
-        Activation::SwiGlu => activation_gradient,
-    });
-    meter.give(match spec.activation {
-        Activation::GeluTanh | Activation::GeluErf => activation_gradient,
-        Activation::SwiGlu => pre_activations,
-    });
-    meter.give(boundary + statistics); // of the norm between attention and MLP
-    meter.take(attention); // gradient of the attention's output
-    let scratch = meter.take(float_bytes(spec.attention_scratch(precision)));
-    let qkv_gradient = meter.take(qkv);
-    meter.give(attention + scratch + attention + logsumexp + qkv);
-    meter.give(qkv_gradient + normed + boundary);
-    if spec.norm_place == NormPlace::Before {
-        meter.give(statistics);
-    }
-    debug_assert_eq!(meter.live, 0);
+    // The highest point of a backward, and what it leaves.
+    let backward = |puts_off: bool| {
+        let put_off = |bytes: u64| if puts_off { bytes } else { 0 };
+        let mut meter = Meter { live: saved, peak: saved };
+        let normed = meter.take(boundary);
+        if spec.norm_place == NormPlace::After {
+            meter.give(last_sum + statistics);
+        }
+        let activation_gradient = meter.take(mlp);
+        meter.give(match spec.activation {
+            // What the activation was made from (it becomes it, where that is not kept).
+            Activation::GeluTanh | Activation::GeluErf => mlp + kept_activation,
+            Activation::SwiGlu => activation_gradient,
+        });
+        // The gradients of what the MLP projected its rows to.
+        let up_gradients = match spec.activation {
+            Activation::GeluTanh | Activation::GeluErf => activation_gradient,
+            Activation::SwiGlu => pre_activations,
+        };
+        meter.give(up_gradients - put_off(up_gradients));
+        meter.give(boundary + statistics); // of the norm between attention and MLP
+        meter.take(put_off(boundary)); // scratch beside the rows that stay for the gradients put off
+        meter.take(attention); // gradient of the attention's output
+        let scratch = meter.take(float_bytes(spec.attention_scratch(precision)));
+        let qkv_gradient = meter.take(qkv);
+        meter.give(attention + scratch + attention + logsumexp + qkv);
+        // The input and two rooms of normed rows: two of the three stay.
+        meter.give(qkv_gradient - put_off(qkv_gradient) + normed + boundary - put_off(boundary));
+        if spec.norm_place == NormPlace::Before {
+            meter.give(statistics);
+        }
+        (meter.peak - saved, meter.live)
+    };
+    let (backward_peak, nothing) = backward(false);
+    debug_assert_eq!(nothing, 0);
+    let (putting_off_peak, put_off) = backward(true);
 
     Footprint {
         output: boundary,
@@ -233,7 +250,9 @@ fn block(spec: &BlockSpec, rows: usize, precision: Precision) -> Footprint {
             // The last norm's input is all but the output.
             NormPlace::After => forward_peak,
         },
-        backward_peak: meter.peak - saved,
+        backward_peak,
+        putting_off_peak,
+        put_off,
     }
 }
 
@@ -262,6 +281,7 @@ fn head(spec: &HeadSpec, samples: usize, sequence: usize, precision: Precision) 
         // The norm's output and the gradient of its input; where there is a dense layer, its input's gradient
         // takes the place of the former. Where not every row has logits, then the gradient of all.
         backward_peak: projected + normed + if spec.predicts == Predicts::Class { boundary } else { 0 },
+        ..Footprint::default()
     }
 }
 

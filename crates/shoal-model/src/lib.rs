@@ -10,6 +10,7 @@
 //! - [`shape`]: `shape.json` to and from a convolutional model.
 //! - [`model`]: either kind of model, as jobs and folders name it.
 //! - [`precision`]: in which numbers it is computed, and what that changes about its tensors.
+//! - [`slot`]: what a tensor is to its layer.
 //! - [`arithmetic`]: parameters and floating-point operations.
 //! - [`footprint`]: the bytes each layer's forward and backward take, to the byte.
 
@@ -23,9 +24,10 @@ pub mod model;
 pub mod precision;
 pub mod presets;
 pub mod shape;
+pub mod slot;
 
 pub use chain::{
-    BlockSpec, Chain, EmbeddingSpec, HeadSpec, Init, Layer, LayerKind, PatchSpec, Predicts, Slot, TensorSpec,
+    BlockSpec, Chain, EmbeddingSpec, HeadSpec, Init, Layer, LayerKind, PatchSpec, Predicts, TensorSpec,
 };
 pub use config::{
     Activation, Architecture, Dropout, ImageShape, ModelConfig, Norm, NormPlace, Position, RotaryScaling,
@@ -36,3 +38,4 @@ pub use hugging_face::ConfigError;
 pub use model::Model;
 pub use precision::{Precision, TensorUse, UnknownPrecision};
 pub use shape::ConvolutionalModel;
+pub use slot::Slot;

@@ -6,8 +6,9 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::chain::{BlockSpec, Chain, HeadSpec, Slot, TensorSpec};
+use crate::chain::{BlockSpec, Chain, HeadSpec, TensorSpec};
 use crate::config::Activation;
+use crate::slot::Slot;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

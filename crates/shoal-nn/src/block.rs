@@ -41,7 +41,17 @@ impl BlockSaved {
     }
 }
 
-/// The part of it that belongs to the MLP.
+/// What the gradients of the projections of normed rows are made of, where a backward puts them off.
+pub struct PutOff {
+    /// The rows that the MLP's projections took, and the gradients of what they made of them.
+    mlp_rows: Tensor,
+    ups: Vec<ProjectionGradient>,
+    /// The same of queries, keys and values.
+    attention_rows: Tensor,
+    qkv_gradient: Tensor,
+}
+
+/// The part of what a block keeps that belongs to the MLP.
 struct MlpSaved {
     /// The gate's projection, in gated blocks.
     gate: Option<Tensor>,
@@ -59,10 +69,10 @@ struct Projection {
 }
 
 /// The projections that make queries, keys and values: one joint matrix, or three.
-fn qkv_projections(spec: &BlockSpec, parameters: &Parameters) -> Vec<Projection> {
+fn qkv_projections(spec: &BlockSpec, is_joint: bool) -> Vec<Projection> {
     let (query, kv) = (spec.query_width(), spec.kv_width());
     let projection = |weight, bias, first, outputs| Projection { weight, bias, first, outputs };
-    if parameters.optional(Slot::QkvWeight).is_some() {
+    if is_joint {
         return vec![projection(Slot::QkvWeight, Slot::QkvBias, 0, spec.qkv_width())];
     }
     vec![
@@ -215,7 +225,8 @@ pub(crate) fn forward(
     }
 }
 
-/// From the gradient of the output to that of the input, in the same room.
+/// From the gradient of the output to that of the input, in the same room; and what the gradients are made of that
+/// [`weight_gradients`] adds up later, where some are put off.
 pub(crate) fn backward(
     spec: &BlockSpec,
     call: &Call,
@@ -223,12 +234,27 @@ pub(crate) fn backward(
     gradients: &mut Gradients,
     saved: BlockSaved,
     dy: Tensor,
-) -> Result<Tensor> {
+    puts_off: bool,
+) -> Result<(Tensor, Option<PutOff>)> {
     let block = Block::new(spec, call, parameters);
     match spec.norm_place {
-        NormPlace::Before => block.backward_norms_before(gradients, saved, dy),
-        NormPlace::After => block.backward_norms_after(gradients, saved, dy),
+        NormPlace::Before => block.backward_norms_before(gradients, saved, dy, puts_off),
+        NormPlace::After => block.backward_norms_after(gradients, saved, dy, puts_off),
     }
+}
+
+/// Adds up the gradients that a backward put off. It reads no parameters.
+pub(crate) fn weight_gradients(
+    spec: &BlockSpec,
+    call: &Call,
+    gradients: &mut Gradients,
+    put_off: &PutOff,
+) -> Result {
+    let parameters = Parameters::new(Vec::new());
+    let block = Block::new(spec, call, &parameters);
+    let PutOff { mlp_rows, ups, attention_rows, qkv_gradient } = put_off;
+    block.up_parameter_gradients(gradients, ups, mlp_rows)?;
+    block.qkv_parameter_gradients(gradients, qkv_gradient, attention_rows)
 }
 
 /// `x + attention(norm(x))`, then the same with the MLP.
@@ -282,7 +308,8 @@ impl Block<'_> {
         gradients: &mut Gradients,
         saved: BlockSaved,
         mut dy: Tensor,
-    ) -> Result<Tensor> {
+        puts_off: bool,
+    ) -> Result<(Tensor, Option<PutOff>)> {
         let (spec, device, parameters) = (self.spec, self.call.device, self.parameters);
         let BlockSaved { x, lengths, attention_statistics, qkv, attention, logsumexp, .. } = saved;
         let BlockSaved { middle, mlp_statistics, mlp, .. } = saved;
@@ -294,8 +321,15 @@ impl Block<'_> {
         let (norm, input) = (self.mlp_norm, self.width_rows(&middle));
         let (to, bias) = ((&mut dy, true), self.attention_stream_bias(gradients));
         norm.backward(device, parameters, gradients, input, &mlp_statistics, &mut scratch, to, bias)?;
-        self.up_parameter_gradients(gradients, &ups, &scratch)?;
-        drop((ups, middle, mlp_statistics));
+        let mut put_off_ups = None;
+        if puts_off {
+            drop((middle, mlp_statistics));
+            let rows = std::mem::replace(&mut scratch, self.call.rows_of("scratch rows", spec.width)?);
+            put_off_ups = Some((ups, rows));
+        } else {
+            self.up_parameter_gradients(gradients, &ups, &scratch)?;
+            drop((ups, middle, mlp_statistics));
+        }
 
         let attended = Attended { lengths, qkv, attention, logsumexp };
         let qkv_gradient = self.attention_gradient(gradients, attended, &mut scratch, &dy)?;
@@ -303,8 +337,15 @@ impl Block<'_> {
         let (norm, input) = (self.attention_norm, self.width_rows(&x));
         let to = (&mut dy, true);
         norm.backward(device, parameters, gradients, input, &attention_statistics, &mut scratch, to, None)?;
-        self.qkv_parameter_gradients(gradients, &qkv_gradient, &scratch)?;
-        Ok(dy)
+        match put_off_ups {
+            Some((ups, mlp_rows)) => {
+                Ok((dy, Some(PutOff { mlp_rows, ups, attention_rows: scratch, qkv_gradient })))
+            }
+            None => {
+                self.qkv_parameter_gradients(gradients, &qkv_gradient, &scratch)?;
+                Ok((dy, None))
+            }
+        }
     }
 }
 
@@ -349,7 +390,8 @@ impl Block<'_> {
         gradients: &mut Gradients,
         saved: BlockSaved,
         mut dy: Tensor,
-    ) -> Result<Tensor> {
+        puts_off: bool,
+    ) -> Result<(Tensor, Option<PutOff>)> {
         let (spec, device, parameters) = (self.spec, self.call.device, self.parameters);
         let BlockSaved { x, lengths, attention_statistics, qkv, attention, logsumexp, .. } = saved;
         let BlockSaved { middle, mlp_statistics, mlp, last, .. } = saved;
@@ -369,14 +411,28 @@ impl Block<'_> {
         let (to, bias) = ((&mut scratch, false), self.attention_stream_bias(gradients));
         norm.backward(device, parameters, gradients, input, &attention_statistics, &mut dy, to, bias)?;
         std::mem::swap(&mut dy, &mut scratch);
-        self.up_parameter_gradients(gradients, &ups, &scratch)?;
-        drop((ups, middle, attention_statistics));
+        let mut put_off_ups = None;
+        if puts_off {
+            drop((middle, attention_statistics));
+            let rows = std::mem::replace(&mut scratch, self.call.rows_of("scratch rows", spec.width)?);
+            put_off_ups = Some((ups, rows));
+        } else {
+            self.up_parameter_gradients(gradients, &ups, &scratch)?;
+            drop((ups, middle, attention_statistics));
+        }
 
         let attended = Attended { lengths, qkv, attention, logsumexp };
         let qkv_gradient = self.attention_gradient(gradients, attended, &mut scratch, &dy)?;
         self.qkv_input_gradient(&qkv_gradient, &mut dy, true)?;
-        self.qkv_parameter_gradients(gradients, &qkv_gradient, &x)?;
-        Ok(dy)
+        match put_off_ups {
+            Some((ups, mlp_rows)) => {
+                Ok((dy, Some(PutOff { mlp_rows, ups, attention_rows: x, qkv_gradient })))
+            }
+            None => {
+                self.qkv_parameter_gradients(gradients, &qkv_gradient, &x)?;
+                Ok((dy, None))
+            }
+        }
     }
 }
 
@@ -402,7 +458,7 @@ impl Block<'_> {
         let (spec, call, rows) = (self.spec, self.call, self.rows);
         let device = call.device;
         let mut qkv = call.rows_of("queries, keys and values", spec.qkv_width())?;
-        for projection in qkv_projections(spec, self.parameters) {
+        for projection in qkv_projections(spec, self.parameters.optional(Slot::QkvWeight).is_some()) {
             let linear = self.linear(projection.weight, spec.width, projection.outputs);
             let bias = self.parameters.optional(projection.bias);
             let out = MatMut::columns(&mut qkv, rows, projection.first, projection.outputs, spec.qkv_width());
@@ -585,7 +641,8 @@ impl Block<'_> {
 
     /// `to (+)=` the gradient of the rows that queries, keys and values were made of.
     fn qkv_input_gradient(&self, qkv_gradient: &Tensor, to: &mut Tensor, accumulate: bool) -> Result {
-        for (index, projection) in qkv_projections(self.spec, self.parameters).iter().enumerate() {
+        let is_joint = self.parameters.optional(Slot::QkvWeight).is_some();
+        for (index, projection) in qkv_projections(self.spec, is_joint).iter().enumerate() {
             let linear = self.linear(projection.weight, self.spec.width, projection.outputs);
             let gradient = self.qkv_columns(qkv_gradient, projection);
             let to = MatMut::new(to, self.rows, self.spec.width);
@@ -601,7 +658,7 @@ impl Block<'_> {
         qkv_gradient: &Tensor,
         x: &Tensor,
     ) -> Result {
-        for projection in &qkv_projections(self.spec, self.parameters) {
+        for projection in &qkv_projections(self.spec, gradients.has(Slot::QkvWeight)) {
             let slots = (projection.weight, projection.bias);
             let gradient = self.qkv_columns(qkv_gradient, projection);
             self.parameter_gradients(gradients, slots, self.width_rows(x), gradient)?;

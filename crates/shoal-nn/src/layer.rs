@@ -1,4 +1,4 @@
-//! Forward, recompute and backward of any layer, by its kind: the three things a program asks of one.
+//! Forward, recompute and backward of any layer, by its kind: the things a program asks of one.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use shoal_kernels::random::fold;
 use shoal_kernels::{Device, DropoutSite, Element, Gelu, Tensor};
 use shoal_model::{Activation, BlockSpec, LayerKind, Precision, Retention};
 
-use crate::block::BlockSaved;
+use crate::block::{BlockSaved, PutOff};
 use crate::convolution::{Begun, BegunBackward, ConvolutionSaved, Groups, WithoutInput};
 use crate::head::HeadSaved;
 use crate::join::JoinSaved;
@@ -114,6 +114,8 @@ pub enum Saved {
     Join(JoinSaved),
     Begun(Box<Begun>),
     BegunBackward(Box<BegunBackward>),
+    /// What is left when its backward is over but for gradients of weights.
+    PutOff(Box<PutOff>),
     Head(HeadSaved),
 }
 
@@ -345,7 +347,7 @@ pub fn backward(
             Ok(Vec::new())
         }
         (LayerKind::Block(spec), Saved::Block(saved), Some(dy)) => {
-            block::backward(spec, call, parameters, gradients, *saved, dy).map(|dx| vec![dx])
+            block::backward(spec, call, parameters, gradients, *saved, dy, false).map(|(dx, _)| vec![dx])
         }
         (LayerKind::Convolution(spec), Saved::Convolution(saved), Some(dy)) => {
             convolution::backward(spec, call, parameters, gradients, *saved, dy)
@@ -359,5 +361,33 @@ pub fn backward(
             head::backward(spec, call, parameters, gradients, saved).map(|dx| vec![dx])
         }
         _ => panic!("layer {} was handed what its backward does not take", call.layer),
+    }
+}
+
+/// The same of a layer that puts gradients of weights off ([`LayerKind::puts_off`]): with what [`weight_gradients`] adds them
+/// up from.
+pub fn backward_putting_off(
+    kind: &LayerKind,
+    call: &Call,
+    parameters: &Parameters,
+    gradients: &mut Gradients,
+    saved: Saved,
+    gradient: Option<Tensor>,
+) -> Result<(Vec<Tensor>, Saved)> {
+    let (LayerKind::Block(spec), Saved::Block(saved), Some(dy)) = (kind, saved, gradient) else {
+        panic!("layer {} puts nothing off", call.layer)
+    };
+    let (dx, put_off) = block::backward(spec, call, parameters, gradients, *saved, dy, true)?;
+    let put_off = put_off.expect("a block puts off what it is asked to");
+    Ok((vec![dx], Saved::PutOff(put_off.into())))
+}
+
+/// Adds up the gradients that a backward put off.
+pub fn weight_gradients(kind: &LayerKind, call: &Call, gradients: &mut Gradients, put_off: &Saved) -> Result {
+    match (kind, put_off) {
+        (LayerKind::Block(spec), Saved::PutOff(put_off)) => {
+            block::weight_gradients(spec, call, gradients, put_off)
+        }
+        _ => panic!("layer {} put nothing off", call.layer),
     }
 }

@@ -103,6 +103,7 @@ fn device_row(device: usize, draw: &mut Draw) -> DeviceRow {
         workspace_bytes: 1 << 12,
         stash: draw.chance(25).then(|| 1 + draw.below(3)),
         leeway: draw.of(&[0, 0, 1, 2, 5]),
+        puts_off: draw.of(&[0, 0, 1, 2, 9]),
     }
 }
 
@@ -357,6 +358,10 @@ pub fn features(plan: &Plan, chain: &Chain) -> BTreeSet<&'static str> {
     note(layout.has_branches(), "branches");
     let is_pipelined = !layout.is_layered() && !layout.has_branches() && plan.global_batch > 1;
     let has_leeway = computing.iter().any(|device| plan.devices[*device].leeway > 0);
+    let puts_off = |layer: usize| layout.computing(layer).any(|device| layout.puts_off(device, layer));
+    if (0..chain.layers.len()).any(puts_off) {
+        found.insert("gradients of weights that are put off");
+    }
     if is_pipelined && has_leeway && found.contains("activations move") {
         found.insert("computations before others that are late");
     }

@@ -61,6 +61,11 @@ pub enum Value {
         layer: usize,
         samples: Samples,
     },
+    /// What gradients of a layer's weights are made of that its backward put off.
+    PutOff {
+        layer: usize,
+        samples: Samples,
+    },
     /// The gradient of a layer's output, as far as it comes from one of the layers that take it.
     Gradient {
         layer: usize,
@@ -149,6 +154,9 @@ impl fmt::Display for Value {
             }
             Value::Restored { layer, samples } => {
                 write!(f, "the restored input of layer {layer}, {samples}")
+            }
+            Value::PutOff { layer, samples } => {
+                write!(f, "what layer {layer}'s backward put off, {samples}")
             }
             Value::Gradient { layer, reader, samples } if *reader == layer + 1 => {
                 write!(f, "the gradient of layer {layer}'s output, {samples}")
@@ -374,6 +382,11 @@ impl Of<'_> {
                 self.reading(layer, true, begun)
             }
             Op::Backward { layer, samples } => self.backward(layer, samples),
+            Op::WeightGradients { layer, samples } => Effects {
+                uses_up: vec![Value::PutOff { layer, samples }],
+                adds_to: self.sums(layer, |put_off| put_off),
+                ..Effects::default()
+            },
             Op::Reduce { layer } => Effects {
                 needs_complete: self.gradients(layer),
                 establishes: Some(Fact::Reduced { layer }),
@@ -483,7 +496,8 @@ impl Of<'_> {
         let chain = self.layout.chain;
         let whole = self.groups(layer, samples).map(|group| Sum::GradientStatistics { layer, group });
         let inputs = chain.layers[layer].inputs.iter();
-        let effects = Effects {
+        let puts_off = self.layout.puts_off(self.device, layer);
+        let mut effects = Effects {
             uses_up: match chain.batch_norm(layer) {
                 Some(_) => vec![Value::BegunBackward { layer, samples }],
                 None => self.backward_feed(layer, samples),
@@ -496,15 +510,18 @@ impl Of<'_> {
                     pieces.map(|(samples, _)| Value::Gradient { layer: *from, reader: layer, samples })
                 })
                 .collect(),
-            adds_to: self
-                .layout
-                .tensors(layer)
-                .iter()
-                .map(|tensor| Sum::Gradient { tensor: *tensor })
-                .collect(),
+            adds_to: self.sums(layer, |put_off| !(puts_off && put_off)),
             ..Effects::default()
         };
+        effects.makes.extend(puts_off.then_some(Value::PutOff { layer, samples }));
         self.reading(layer, true, effects)
+    }
+
+    /// The gradient sums that a layer adds to, of which some may be put off.
+    fn sums(&self, layer: usize, adds: impl Fn(bool) -> bool) -> Vec<Sum> {
+        let tensors = self.layout.chain.layers[layer].tensors.iter();
+        let added = tensors.filter(|(slot, _)| adds(slot.may_be_put_off()));
+        added.map(|(_, tensor)| Sum::Gradient { tensor: *tensor }).collect()
     }
 
     /// The gradient sums of the tensors that a layer owns.

@@ -270,6 +270,21 @@ impl<'a> Layout<'a> {
         self.plan.order == Order::LayerFirst
     }
 
+    /// Whether a device's backwards of a layer put gradients of its weights off.
+    pub fn puts_off(&self, device: usize, layer: usize) -> bool {
+        !self.is_layered()
+            && self.plan.devices[device].puts_off > 0
+            && self.chain.layers[layer].kind.puts_off()
+    }
+
+    /// What part of a backward's time there that is.
+    pub fn put_off_share(&self, device: usize, layer: usize) -> f64 {
+        match self.puts_off(device, layer) {
+            true => self.chain.layers[layer].kind.put_off_share(self.plan.sequence),
+            false => 0.0,
+        }
+    }
+
     /// The part of the step that a gathering serves: forward and backward each where the order is layered.
     pub fn pass(&self, backward: bool) -> Pass {
         match (self.is_layered(), backward) {

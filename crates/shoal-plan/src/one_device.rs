@@ -200,6 +200,7 @@ pub fn table(
             workspace_bytes: device.workspace_bytes,
             stash: None,
             leeway: 0,
+            puts_off: 0,
         }],
         order: if layer_first { Order::LayerFirst } else { Order::MicroBatchFirst },
         layers: layers.collect(),

@@ -4,7 +4,8 @@
 //!
 //! Instructions start in the order of the list, each when what it comes `after` has finished and its lane is free;
 //! those with an `ahead` may start that many places earlier: movements as soon as they can, computations where the instruction
-//! whose turn it is has to wait (a forward before a backward whose gradient is late). Nothing else may deviate: so memory has
+//! whose turn it is has to wait (a forward before a backward whose gradient is late, weights' gradients that were put off before
+//! either). Nothing else may deviate: so memory has
 //! a bound ([`crate::memory`]) and, since the lists of all devices come from one order of the whole step, nothing waits
 //! forever.
 //!
@@ -172,6 +173,11 @@ pub enum Op {
         layer: usize,
         samples: Samples,
     },
+    /// The part of a backward that nothing but the sums waits for: gradients of weights that [`Op::Backward`] put off.
+    WeightGradients {
+        layer: usize,
+        samples: Samples,
+    },
     /// Add up the gradients of the tensors that the layer is the first to use, each slice at its holders.
     Reduce {
         layer: usize,
@@ -241,6 +247,7 @@ impl Op {
                 | Op::Recompute { .. }
                 | Op::BeginBackward { .. }
                 | Op::Backward { .. }
+                | Op::WeightGradients { .. }
                 | Op::Predict { .. }
         )
     }
@@ -260,6 +267,7 @@ impl Op {
             | Op::Recompute { layer, .. }
             | Op::BeginBackward { layer, .. }
             | Op::Backward { layer, .. }
+            | Op::WeightGradients { layer, .. }
             | Op::Reduce { layer }
             | Op::HandOver { layer }
             | Op::Predict { layer, .. } => Some(layer),
@@ -296,6 +304,9 @@ impl fmt::Display for Op {
                 write!(f, "beginning of layer {layer}'s backward, {samples}")
             }
             Op::Backward { layer, samples } => write!(f, "backward of layer {layer}, {samples}"),
+            Op::WeightGradients { layer, samples } => {
+                write!(f, "weight gradients of layer {layer}, {samples}")
+            }
             Op::Predict { layer, samples } => write!(f, "predict from layer {layer}, {samples}"),
             Op::SumLoss => write!(f, "sum the loss"),
             Op::GradientNorm => write!(f, "gradient norm"),

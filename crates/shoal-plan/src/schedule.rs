@@ -263,7 +263,7 @@ impl Lists<'_> {
         for (place, listed) in list.iter().enumerate() {
             match listed.op {
                 Op::Reduce { layer } => from[layer] = place + 1,
-                Op::Backward { layer, .. } => {
+                Op::Backward { layer, .. } | Op::WeightGradients { layer, .. } => {
                     layout.tensors(layer).iter().for_each(|t| from[layout.users(*t)[0]] = place + 1);
                 }
                 _ => {}

@@ -227,6 +227,11 @@ pub struct DeviceRow {
     /// memory is free.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub leeway: usize,
+    /// How many units' gradients of weights may wait while backwards that other devices wait for go first: in time in which it
+    /// would have nothing to do they are added up. Only where micro-batches follow each other, and of layers that can
+    /// ([`LayerKind::puts_off`](shoal_model::LayerKind::puts_off)). By default none do.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub puts_off: usize,
 }
 
 /// What is not written.

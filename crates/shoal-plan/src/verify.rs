@@ -157,6 +157,7 @@ fn is_in_range(op: &Op, layout: &Layout) -> bool {
         | Op::Restore { layer, samples }
         | Op::Recompute { layer, samples }
         | Op::Backward { layer, samples }
+        | Op::WeightGradients { layer, samples }
         | Op::Predict { layer, samples } => layer < layers && some(samples),
         Op::Send { layer, reader, samples, .. } | Op::Receive { layer, reader, samples, .. } => {
             layer < reader && reader < layers && some(samples)
@@ -189,6 +190,7 @@ fn is_planned(op: &Op, layout: &Layout, device: usize) -> bool {
         | Op::Recompute { layer, samples }
         | Op::Backward { layer, samples }
         | Op::Predict { layer, samples } => shares(layer, samples),
+        Op::WeightGradients { layer, samples } => shares(layer, samples) && layout.puts_off(device, layer),
         Op::Gather { layer, pass } => layout.gather(layer, pass).is_some_and(|group| group.has(device)),
         Op::Release { layer, pass } => layout.gather(layer, pass).is_some_and(|group| group.receives(device)),
         Op::Reduce { layer } => layout.reduce(layer).is_some_and(|group| group.has(device)),

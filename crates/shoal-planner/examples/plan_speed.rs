@@ -221,6 +221,7 @@ fn pipeline_step(replicas: usize) {
         workspace_bytes: 0,
         stash: None,
         leeway: 0,
+        puts_off: 0,
     });
     let plan = table(&chain, step, rows.collect(), &pipeline);
     let layout = Layout::new(&plan, &chain);

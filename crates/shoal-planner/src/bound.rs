@@ -9,7 +9,8 @@ use shoal_sim::FleetWorld;
 /// soonest that something can come to it and the least that remains behind its last backward.
 pub(crate) fn least_seconds(layout: &Layout, world: &FleetWorld) -> f64 {
     let devices = layout.plan.devices.len();
-    let mut courses = vec![Course { soonest: f64::INFINITY, busy: 0.0, rest: f64::INFINITY }; devices];
+    let course = Course { soonest: f64::INFINITY, busy: 0.0, put_off: 0.0, rest: f64::INFINITY };
+    let mut courses = vec![course; devices];
     forwards(layout, world, &mut courses);
     backwards(layout, world, &mut courses);
     // Nothing of it is quicker than the quickest device whose chip's others rest.
@@ -18,8 +19,8 @@ pub(crate) fn least_seconds(layout: &Layout, world: &FleetWorld) -> f64 {
     let whole = |(device, course): (usize, &Course)| {
         // Updates wait for the norm of all gradients, and the next step's samples for them: the device's own, and before anything
         // comes to it those of whoever began.
-        let own = updates(layout, world, device) + quickest * (course.busy + course.rest);
-        own.max(first + quickest * (course.soonest + course.busy + course.rest))
+        let own = updates(layout, world, device) + quickest * course.until_all_is_done();
+        own.max(first + quickest * (course.soonest + course.until_all_is_done()))
     };
     let courses = courses.iter().enumerate().filter(|(_, course)| course.busy > 0.0);
     courses.map(whole).fold(0.0, f64::max).max(world.carrying_seconds())
@@ -94,8 +95,17 @@ struct Course {
     soonest: f64,
     /// That it computes.
     busy: f64,
+    /// Of it what may follow its last backward.
+    put_off: f64,
     /// After its last backward.
     rest: f64,
+}
+
+impl Course {
+    /// From its first forward on.
+    fn until_all_is_done(&self) -> f64 {
+        self.busy + (self.rest - self.put_off).max(0.0)
+    }
 }
 
 fn forwards(layout: &Layout, world: &FleetWorld, courses: &mut [Course]) {
@@ -112,7 +122,9 @@ fn forwards(layout: &Layout, world: &FleetWorld, courses: &mut [Course]) {
             let again = if is_remade(chain, layer, share.activations) { forward } else { 0.0 };
             let course = &mut courses[share.device];
             course.soonest = course.soonest.min(ready);
-            course.busy += forward + again + world.backward(layer, share.device, share.samples.count());
+            let backward = world.backward(layer, share.device, share.samples.count());
+            course.busy += forward + again + backward;
+            course.put_off += backward * layout.put_off_share(share.device, layer);
             ready + forward
         });
         let here = here.collect();
@@ -130,7 +142,8 @@ fn backwards(layout: &Layout, world: &FleetWorld, courses: &mut [Course]) {
                 let rest = ways.map(|(place, way)| {
                     let before = layout.shares(*from)[place];
                     let backward = world.backward(*from, before.device, before.samples.count());
-                    way + backward + rests[*from][place]
+                    let put_off = backward * layout.put_off_share(before.device, *from);
+                    way + backward - put_off + rests[*from][place]
                 });
                 rest.fold(0.0, f64::max)
             });

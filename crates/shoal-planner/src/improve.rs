@@ -9,12 +9,12 @@
 mod moves;
 
 use shoal_plan::memory::forecasts;
-use shoal_plan::{Layout, Plan, Program, parallel};
+use shoal_plan::{Layout, Order, Plan, Program, parallel};
 use shoal_sim::{FleetWorld, Settings, simulate};
 
 use crate::auto::{Candidate, Request, Shape, hold};
 use crate::bound::Within;
-use moves::{Changes, in_flight};
+use moves::{Changes, PUT_OFF_MOST, in_flight};
 
 /// Changes that are tried beside each other; the best of them is gone on with.
 const AT_ONCE: usize = 8;
@@ -42,6 +42,10 @@ pub fn improve(candidate: Candidate, request: &Request, instructions: usize) -> 
     }
     let mut changes = Changes::new(request.chain);
     let (mut best, mut idle) = (candidate, 0);
+    if let Some(quicker) = putting_off(&best, request) {
+        best = quicker.candidate.clone();
+        current = quicker;
+    }
     for round in 0..rounds {
         let from_best = idle == IDLE_MOST;
         if from_best {
@@ -72,6 +76,26 @@ pub fn improve(candidate: Candidate, request: &Request, instructions: usize) -> 
         }
     }
     best
+}
+
+/// How many units' gradients of weights may wait: what is tried of all devices at once.
+const PUT_OFF_TRIED: [usize; 4] = [1, 2, 4, PUT_OFF_MOST];
+
+/// The plan with weights' gradients put off by all devices, where that is quicker. No search knows of it, and little of what makes
+/// pipelines quicker without it does so with it: what else is changed is changed from there.
+fn putting_off(candidate: &Candidate, request: &Request) -> Option<Played> {
+    if candidate.plan.order == Order::LayerFirst {
+        return None;
+    }
+    let tried = PUT_OFF_TRIED.map(|most| {
+        let mut plan = candidate.plan.clone();
+        plan.devices.iter_mut().for_each(|row| row.puts_off = most);
+        plan
+    });
+    let within = Within::seconds(candidate.simulated.seconds * (1.0 - 1e-9));
+    let played =
+        parallel::map_into(tried.into(), |plan| Played::within(candidate.shape, plan, request, within));
+    played.into_iter().flatten().min_by(|a, b| a.seconds().total_cmp(&b.seconds()))
 }
 
 /// A plan with what changes are made by.

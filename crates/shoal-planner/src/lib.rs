@@ -51,6 +51,7 @@ pub fn device_rows(fleet: &Fleet) -> Vec<DeviceRow> {
         workspace_bytes: GPU_WORKSPACE_BYTES,
         stash: None,
         leeway: 0,
+        puts_off: 0,
     });
     rows.collect()
 }

@@ -333,6 +333,7 @@ impl World for FleetWorld<'_> {
 
     fn alone(&self, op: &Op, device: usize) -> Work {
         let normed = |layer: usize| self.layout.chain.batch_norm(layer).is_some();
+        let put_off = |layer: usize| self.layout.put_off_share(device, layer);
         let forward = |layer, samples: Samples| self.costs.forward(layer, device, samples.count());
         let backward = |layer, samples: Samples| self.costs.backward(layer, device, samples.count());
         match *op {
@@ -350,7 +351,10 @@ impl World for FleetWorld<'_> {
             }
             Op::Backward { layer, samples } => {
                 let share = if normed(layer) { 1.0 - BEGIN_BACKWARD_SHARE } else { 1.0 };
-                Work::seconds(share * backward(layer, samples))
+                Work::seconds((share - put_off(layer)) * backward(layer, samples))
+            }
+            Op::WeightGradients { layer, samples } => {
+                Work::seconds(put_off(layer) * backward(layer, samples))
             }
             Op::Load { samples } => {
                 let chain = self.layout.chain;

@@ -131,6 +131,7 @@ fn pipeline(chain: &Chain, stages: usize, batches: usize, order: Order, recomput
                 workspace_bytes: 0,
                 stash: None,
                 leeway: 0,
+                puts_off: 0,
             })
             .collect(),
         order,
@@ -207,6 +208,29 @@ fn recomputation_hides_in_waits() {
         // Each micro-batch costs a device 1 + 1 + 2; three forwards fill, three backwards drain.
         let expected = 16.0 * 4.0 + 3.0 * 1.0 + 3.0 * 2.0;
         assert!((seconds / expected - 1.0).abs() < 1e-3, "{order:?}: {seconds}, not {expected}");
+    }
+}
+
+/// Gradients of weights are made while a device has nothing else to do. Of what drains the pipeline that is a part at each stage but
+/// the first, which makes its last ones in the end; and where two may wait, the last stage too begins its last backward earlier.
+#[test]
+fn gradients_of_weights_fill_waits() {
+    let chain = untied(4);
+    for (stages, batches) in [(2, 4), (4, 8), (4, 3)] {
+        let blocks = 4.0 / stages as f64;
+        for (most, earlier) in [(0, 0), (1, stages - 1), (2, stages), (64, stages)] {
+            let mut plan = pipeline(&chain, stages, batches, Order::OneForwardOneBackward, false);
+            plan.devices.iter_mut().for_each(|row| row.puts_off = most);
+            let share = Layout::new(&plan, &chain).put_off_share(0, 1);
+            assert_eq!(share > 0.2, most > 0);
+            let put_off = 2.0 * blocks * share;
+            let expected = 3.0 * blocks * (batches + stages - 1) as f64 - earlier as f64 * put_off;
+            let seconds = seconds(&chain, &plan, "1000 Gbit/s");
+            assert!(
+                (seconds / expected - 1.0).abs() < 1e-3,
+                "{stages} x {batches}, {most} wait: {seconds}, not {expected}"
+            );
+        }
     }
 }
 
@@ -499,7 +523,7 @@ fn a_step_runs_beside_the_updates_of_the_one_before() {
 #[test]
 fn steps_follow_each_other_device_by_device() {
     let (mut shorter, mut single) = (0, 0);
-    for seed in 0..400 {
+    for seed in 0..600 {
         let mut draw = Draw::new(seed);
         let (chain, sequence) = draw::model(&mut draw);
         let step = draw::step(&mut draw, sequence);

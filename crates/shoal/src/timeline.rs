@@ -44,7 +44,7 @@ impl Kind {
         Some(match instruction.op {
             Op::Begin { .. } | Op::Forward { .. } | Op::Predict { .. } => Kind::Forward,
             Op::Recompute { .. } => Kind::Recompute,
-            Op::BeginBackward { .. } | Op::Backward { .. } => Kind::Backward,
+            Op::BeginBackward { .. } | Op::Backward { .. } | Op::WeightGradients { .. } => Kind::Backward,
             Op::Update { .. } => Kind::Update,
             Op::Send { .. } | Op::Receive { .. } | Op::Offload { .. } | Op::Restore { .. } => {
                 Kind::Activations

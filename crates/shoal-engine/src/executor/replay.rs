@@ -121,6 +121,7 @@ pub(super) fn only_computes(instruction: &Instruction) -> bool {
                 | Op::Recompute { .. }
                 | Op::BeginBackward { .. }
                 | Op::Backward { .. }
+                | Op::WeightGradients { .. }
                 | Op::SumLoss
                 | Op::GradientNorm
         )

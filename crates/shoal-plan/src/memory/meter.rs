@@ -51,6 +51,15 @@ impl<'a> Meter<'a> {
         self.chain.layers[layer].kind.footprint(samples.count(), self.sequence, self.precision)
     }
 
+    /// What a backward adds at its highest, and what it leaves of gradients that it puts off.
+    fn backward_bytes(&self, layer: usize, samples: Samples) -> (u64, u64) {
+        let Footprint { backward_peak, putting_off_peak, put_off, .. } = self.footprint(layer, samples);
+        match self.layout.puts_off(self.device, layer) {
+            true => (putting_off_peak, put_off),
+            false => (backward_peak, 0),
+        }
+    }
+
     fn output(&self, layer: usize, samples: Samples) -> u64 {
         self.chain.layers[layer].kind.output_bytes(samples.count(), self.sequence, self.precision)
     }
@@ -306,14 +315,19 @@ impl<'a> Meter<'a> {
                 Phase { peak: recompute_peak, gain: saved - input, loss: 0 }
             }
             Op::Backward { layer, samples } => {
-                let Footprint { output, saved, backward_peak, .. } = self.footprint(layer, samples);
+                let Footprint { output, saved, .. } = self.footprint(layer, samples);
+                let (backward_peak, put_off) = self.backward_bytes(layer, samples);
                 let merged = self.merged(layer, samples);
                 let (gradients, cut) = self.gradients_handed(layer, samples);
                 let partial = self.partial_gradients(layer);
                 let lengths = self.let_go_of_lengths(layer, samples);
                 let loss = self.release_inputs(layer, samples, saved) + output + merged + lengths;
                 let peak = partial + cut + backward_peak.saturating_sub(merged);
-                Phase { peak, gain: partial + gradients, loss }
+                Phase { peak, gain: partial + gradients + put_off, loss }
+            }
+            Op::WeightGradients { layer, samples } => {
+                let (_, loss) = self.backward_bytes(layer, samples);
+                Phase { peak: 0, gain: 0, loss }
             }
             Op::Predict { layer, samples } => {
                 let Footprint { input, .. } = self.footprint(layer, samples);

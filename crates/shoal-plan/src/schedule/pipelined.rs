@@ -2,7 +2,7 @@
 //! of work a micro-batch; which unit is next is decided by the plan's rule while the step is played through once, by
 //! what units and transfers cost. The order of events there is the order of the lists.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
 use foldhash::{HashMap, HashSet};
@@ -58,7 +58,9 @@ struct Unit {
     share: Share,
     forward: f64,
     remake: f64,
+    /// Without what is put off of it.
     backward: f64,
+    put_off: f64,
     /// Devices from here to the loss.
     depth: usize,
     /// Pieces that its forward and its backward still wait for.
@@ -82,6 +84,8 @@ enum Work {
     Forward,
     Remake,
     Backward,
+    /// What its backward put off.
+    WeightGradients,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -98,6 +102,10 @@ struct Worker {
     backwards: BTreeSet<(usize, usize, usize)>,
     /// Units whose gradient is being made by those behind them.
     expected: BTreeSet<(usize, usize, usize)>,
+    /// Units whose backward put something off, the first to do so first, and from which place on that may be done.
+    put_off: VecDeque<(usize, usize)>,
+    /// How many of them there may be.
+    most_put_off: usize,
     forwards_left: usize,
     stashed: usize,
     most_stashed: usize,
@@ -123,7 +131,7 @@ impl Worker {
             Work::Forward => &self.backward_starts,
             Work::Backward => &self.forward_starts,
             // It would hold the largest memory for longer.
-            Work::Remake => return place,
+            Work::Remake | Work::WeightGradients => return place,
         };
         let first = others.len().saturating_sub(self.leeway);
         others.get(first).copied().unwrap_or(place)
@@ -216,6 +224,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
         let layout = self.lists.layout;
         for (worker, row) in self.workers.iter_mut().zip(&layout.plan.devices) {
             worker.most_stashed = row.stash.unwrap_or(worker.most_stashed);
+            worker.most_put_off = row.puts_off;
         }
         if self.lists.trains() && !layout.has_branches() {
             self.give_leeway();
@@ -279,14 +288,18 @@ impl<'a, 'b> Pipeline<'a, 'b> {
         if order == Order::Gpipe && worker.forwards_left > 0 {
             return forward.map(|unit| (unit, Work::Forward));
         }
+        let put_off = worker.put_off.front().map(|(unit, _)| (*unit, Work::WeightGradients));
         // What was made again goes first: its memory is the largest.
         if let Some(unit) = worker.remade.filter(|unit| self.units[*unit].awaits[1] == 0).or(backward) {
-            return Some((unit, Work::Backward));
+            let is_full = self.units[unit].put_off > 0.0 && worker.put_off.len() >= worker.most_put_off;
+            return put_off.filter(|_| is_full).or(Some((unit, Work::Backward)));
         }
-        if order == Order::Varuna {
-            return self.choose_with_recomputation(worker, forward);
-        }
-        forward.map(|unit| (unit, Work::Forward))
+        let other = match order {
+            Order::Varuna => self.choose_with_recomputation(worker, forward),
+            _ => forward.map(|unit| (unit, Work::Forward)),
+        };
+        // Nobody waits for what was put off.
+        other.or(put_off)
     }
 
     /// A forward if it ends before the next gradient comes, or before work for it must begin; else that work.
@@ -313,7 +326,8 @@ impl<'a, 'b> Pipeline<'a, 'b> {
 
     /// Lists a unit's instructions and foresees its end.
     fn begin(&mut self, number: usize, work: Work) {
-        let Unit { device, ref layers, share, forward, remake, backward, is_remade, .. } = self.units[number];
+        let Unit { device, ref layers, share, forward, remake, backward, put_off, is_remade, .. } =
+            self.units[number];
         let (layers, key) = (layers.clone(), (share.samples.start, layers.start, number));
         let place = self.lists.lists[device].len();
         self.workers[device].unit_starts.push(place);
@@ -339,9 +353,18 @@ impl<'a, 'b> Pipeline<'a, 'b> {
                 worker.expected.remove(&key);
                 worker.remade = worker.remade.filter(|remade| *remade != number);
                 self.list_backward(number, layers, is_remade);
+                if put_off > 0.0 {
+                    let after = self.lists.lists[device].len();
+                    self.workers[device].put_off.push_back((number, after));
+                }
                 let takes = if is_remade { backward } else { remake + backward };
                 self.expect(number, takes);
                 takes
+            }
+            Work::WeightGradients => {
+                let (_, after) = self.workers[device].put_off.pop_front().expect("it was chosen from there");
+                self.list_weight_gradients(number, layers, after);
+                put_off
             }
         };
         self.may_begin_early(device, place, work, is_remade);
@@ -358,6 +381,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             Work::Forward => worker.forward_starts.push(place),
             Work::Backward if is_remade => {}
             Work::Remake | Work::Backward => worker.backward_starts.push(place),
+            Work::WeightGradients => {}
         }
         if from == place {
             return;
@@ -404,13 +428,29 @@ impl<'a, 'b> Pipeline<'a, 'b> {
             self.lists.begin_backward(layer, share);
             let sends = self.lists.backward(layer, share);
             self.workers[device].sends.extend(sends.into_iter().map(|(place, _)| (place, false)));
-            // At once: what is added up over the network needs nothing of the layers before.
-            self.finish_layer(device, layer);
+            if !self.lists.layout.puts_off(device, layer) {
+                self.contribute(device, layer);
+            }
+            self.release(device, layer);
         }
     }
 
-    /// After one of a device's backwards of a layer: what is done with it then.
-    fn finish_layer(&mut self, device: usize, layer: usize) {
+    /// What the backward of a unit put off. Where the device waits meanwhile, it may be done from a place on.
+    fn list_weight_gradients(&mut self, unit: usize, layers: Range<usize>, from: usize) {
+        let device = self.units[unit].device;
+        let samples = self.units[unit].share.samples;
+        for layer in layers.rev() {
+            if self.lists.layout.puts_off(device, layer) {
+                let place = self.lists.push(device, Op::WeightGradients { layer, samples });
+                self.lists.lists[device][place].from = from;
+                self.contribute(device, layer);
+            }
+        }
+    }
+
+    /// After one of a device's backwards of a layer has added all that it adds to sums. Those that are complete are added up at
+    /// once: over the network that needs nothing of the layers before.
+    fn contribute(&mut self, device: usize, layer: usize) {
         let layout = self.lists.layout;
         for owner in self.owners[layer].iter().copied() {
             let left = self.contributions.get_mut(&(device, owner)).expect("every use was counted");
@@ -428,6 +468,11 @@ impl<'a, 'b> Pipeline<'a, 'b> {
                 }
             }
         }
+    }
+
+    /// After one of a device's backwards of a layer: nothing reads its gathered parameters any more after the last.
+    fn release(&mut self, device: usize, layer: usize) {
+        let layout = self.lists.layout;
         let left = self.readings.get_mut(&(device, layer)).expect("every unit was counted");
         *left -= 1;
         if *left == 0 && layout.gather(layer, Pass::Step).is_some_and(|group| group.receives(device)) {
@@ -483,7 +528,7 @@ impl<'a, 'b> Pipeline<'a, 'b> {
                     self.workers[device].stashed -= 1;
                 }
             }
-            Work::Remake => {}
+            Work::Remake | Work::WeightGradients => {}
             Work::Backward => {
                 self.workers[device].stashed -= 1;
                 for place in 0..self.incoming[number].len() {
@@ -606,6 +651,7 @@ impl Unit {
             forward: 0.0,
             remake: 0.0,
             backward: 0.0,
+            put_off: 0.0,
             depth: 1,
             awaits: [0, 0],
             is_remade: false,
@@ -618,7 +664,10 @@ impl Unit {
         let forward = pace.forward(layer, share.device, samples);
         self.layers.end = layer + 1;
         self.forward += forward;
-        self.backward += pace.backward(layer, share.device, samples);
+        let backward = pace.backward(layer, share.device, samples);
+        let put_off = backward * layout.put_off_share(share.device, layer);
+        self.backward += backward - put_off;
+        self.put_off += put_off;
         if is_remade(layout.chain, layer, share.activations) {
             self.remake += forward;
         }

@@ -167,7 +167,7 @@ fn any_table_compiles_and_comes_to_an_end() {
     for (name, count) in &coverage {
         println!("{:>5.1} %  {name}", *count as f64 / CASES as f64 * 100.0);
     }
-    assert!(coverage.len() == 25, "{} features", coverage.len());
+    assert!(coverage.len() == 26, "{} features", coverage.len());
     assert!(coverage.values().all(|count| 20 * count >= CASES), "{coverage:?}");
 }
 

@@ -15,6 +15,9 @@ const SEED: u64 = 0x5ea5;
 /// Layers whose activations or state are changed at a time.
 const RUN_MOST: usize = 8;
 
+/// More units than put anything off in any pipeline worth its name.
+pub const PUT_OFF_MOST: usize = 64;
+
 /// Proposes changes.
 pub struct Changes<'a> {
     chain: &'a Chain,
@@ -51,7 +54,8 @@ impl<'a> Changes<'a> {
     fn change(&mut self, plan: &mut Plan, in_flight: &[usize]) {
         let is_pipelined = plan.order != Order::LayerFirst;
         match self.draw.below(100) {
-            0..30 if is_pipelined => self.stash(plan, in_flight),
+            0..25 if is_pipelined => self.stash(plan, in_flight),
+            25..33 if is_pipelined => self.put_off(plan, in_flight),
             0..70 if self.may_recut => self.pieces(plan),
             70..80 => self.layer(plan),
             80..85 if is_pipelined => self.share(plan),
@@ -74,6 +78,18 @@ impl<'a> Changes<'a> {
             if in_flight[device] > 0 && (all || device == one) {
                 let now = row.stash.map_or(in_flight[device], |stash| stash.min(in_flight[device]));
                 row.stash = Some(now.saturating_add_signed(by).max(1));
+            }
+        }
+    }
+
+    /// How many units' gradients of weights may wait, on one device or on all.
+    fn put_off(&mut self, plan: &mut Plan, in_flight: &[usize]) {
+        let all = self.draw.chance(40);
+        let one = self.draw.below(plan.devices.len());
+        let most = self.draw.of(&[0, 1, 2, 3, 4, 8, PUT_OFF_MOST]);
+        for (device, row) in plan.devices.iter_mut().enumerate() {
+            if in_flight[device] > 0 && (all || device == one) {
+                row.puts_off = most;
             }
         }
     }

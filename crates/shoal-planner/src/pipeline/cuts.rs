@@ -318,6 +318,7 @@ mod tests {
                     workspace_bytes: 0,
                     stash: None,
                     leeway: 0,
+                    puts_off: 0,
                 })
                 .collect();
             let step = StepShape { global_batch: 8, sequence: 16, ..StepShape::ADAM };

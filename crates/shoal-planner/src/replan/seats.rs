@@ -27,14 +27,16 @@ pub(super) fn seated(plan: Plan, fleet: &Fleet, in_force: &InForce) -> (Plan, Op
     if devices.iter().enumerate().all(|(place, device)| place == *device) {
         return (plan, None);
     }
-    let rows = plan.devices.iter().map(|row| DeviceRow { stash: None, leeway: 0, ..row.clone() }).collect();
+    let bare = |row: &DeviceRow| DeviceRow { stash: None, leeway: 0, puts_off: 0, ..row.clone() };
+    let rows = plan.devices.iter().map(bare).collect();
     (moved(&plan, rows, &devices), Some(devices))
 }
 
 /// A table for other rows of devices, each of its devices in a new place among them.
 pub(super) fn moved(plan: &Plan, mut rows: Vec<DeviceRow>, places: &[usize]) -> Plan {
     for (row, place) in plan.devices.iter().zip(places) {
-        (rows[*place].stash, rows[*place].leeway) = (row.stash, row.leeway);
+        let DeviceRow { stash, leeway, puts_off, .. } = *row;
+        rows[*place] = DeviceRow { stash, leeway, puts_off, ..rows[*place].clone() };
     }
     let mut plan = Plan { devices: rows, ..plan.clone() };
     for compute in plan.layers.iter_mut().flat_map(|row| &mut row.compute) {

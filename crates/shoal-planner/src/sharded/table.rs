@@ -50,6 +50,7 @@ pub fn table(chain: &Chain, step: StepShape, fleet: &Fleet, decision: &Decision)
         workspace_bytes: share.workspace_bytes,
         stash: None,
         leeway: 0,
+        puts_off: 0,
     };
     Plan {
         format: FORMAT,

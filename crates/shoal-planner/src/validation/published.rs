@@ -197,6 +197,7 @@ fn table(stated: &Stated) -> Plan {
         workspace_bytes: 0,
         stash: None,
         leeway: 0,
+        puts_off: 0,
     });
     let step = StepShape {
         global_batch: stated.global_batch,

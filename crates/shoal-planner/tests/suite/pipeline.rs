@@ -61,6 +61,7 @@ fn rows(fleet: &Fleet) -> Vec<DeviceRow> {
         workspace_bytes: 0,
         stash: None,
         leeway: 0,
+        puts_off: 0,
     };
     fleet.devices.iter().map(row).collect()
 }

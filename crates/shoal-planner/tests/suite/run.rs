@@ -40,6 +40,7 @@ fn replicas(machines: &BTreeSet<String>) -> Option<Step> {
         workspace_bytes: 0,
         stash: None,
         leeway: 0,
+        puts_off: 0,
     });
     let seconds = 10.0 / count as f64;
     let device = Breakdown {

@@ -135,6 +135,12 @@ fn on_fleet(options: &Options, job: &Job, chain: &Chain) -> Result {
         let now = best.simulated.seconds;
         println!("improved: {} a step before, {} less now", time_text(before), percent(1.0 - now / before));
     }
+    let put_off = best.plan.devices.iter().map(|row| row.puts_off).max().unwrap_or(0);
+    if put_off > 0 {
+        println!(
+            "waits: filled with gradients of weights, which of up to {put_off} units are put off for it"
+        );
+    }
     let leeway = best.plan.devices.iter().map(|row| row.leeway).max().unwrap_or(0);
     if leeway > 0 {
         println!("lateness: devices that wait for a message go on with up to {leeway} later units meanwhile");

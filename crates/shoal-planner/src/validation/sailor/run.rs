@@ -110,6 +110,7 @@ impl Run {
             workspace_bytes: 0,
             stash: None,
             leeway: 0,
+            puts_off: 0,
         });
         let step = StepShape {
             global_batch: self.global_batch,

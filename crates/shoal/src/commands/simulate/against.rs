@@ -7,7 +7,7 @@ use serde_json::json;
 use shoal_engine::Traced;
 use shoal_fleet::{Corrected, Correction, Costs, Seen};
 use shoal_model::Chain;
-use shoal_plan::{Lane, Meetings, Op, Plan, Program};
+use shoal_plan::{Lane, Meetings, Op, Plan, Program, Samples};
 use shoal_sim::Simulated;
 
 use crate::commands::trial::median;
@@ -168,6 +168,15 @@ pub fn seen(trace: &Trace, programs: &[Program], chain: &Chain, on: &OnFleet) ->
             let spans: HashMap<u32, (f64, f64)> =
                 traced.iter().map(|traced| (traced.id, (traced.start, traced.end))).collect();
             let device = program.device;
+            // What backwards put off is a part of them.
+            let put_off: HashMap<(usize, Samples), u32> = program
+                .instructions
+                .iter()
+                .filter_map(|instruction| match instruction.op {
+                    Op::WeightGradients { layer, samples } => Some(((layer, samples), instruction.id)),
+                    _ => None,
+                })
+                .collect();
             for instruction in &program.instructions {
                 let (layer, is_backward, expected_seconds) = match instruction.op {
                     Op::Forward { layer, samples, .. } => {
@@ -179,11 +188,16 @@ pub fn seen(trace: &Trace, programs: &[Program], chain: &Chain, on: &OnFleet) ->
                     _ => continue,
                 };
                 let Some((start, end)) = spans.get(&instruction.id).copied() else { continue };
+                let later = match instruction.op {
+                    Op::Backward { layer, samples } => put_off.get(&(layer, samples)),
+                    _ => None,
+                };
+                let later = later.and_then(|id| spans.get(id)).map_or(0.0, |(start, end)| end - start);
                 seen.push(Seen {
                     kind: on.fleet.devices[device].kind.clone(),
                     layer: chain.layers[layer].name.clone(),
                     is_backward,
-                    seconds: (end - start) / trace.stretch,
+                    seconds: (end - start + later) / trace.stretch,
                     expected_seconds,
                     beside: beside(&computing, programs, device, (start, end), &on.costs),
                 });
