@@ -397,6 +397,8 @@ impl Table {
         let mirrored = mirrored.map_err(|error| error.to_string())?;
         let played = self.played.filter(|_| mirrored == self.plan);
         let (plan, places) = seating(mirrored);
+        // Searches play tables of their own making through without a look at whether they are one.
+        plan.check(request.chain).map_err(|error| error.to_string())?;
         let Some(played) = played else { return play(shape, plan, request, within()) };
         let Played { simulated, memory } = match places {
             Some(places) => played.seated(&places),
@@ -457,14 +459,15 @@ fn propose(method: Method, request: &Request, fleet: &Fleet, known_seconds: f64)
 /// A table with the mirrors that are asked for, played through; or why it cannot be had.
 pub fn rated(shape: Shape, plan: &Plan, request: &Request) -> Result<Candidate, String> {
     let mirrored = mirrors::mirrored(plan, request.fleet, request.survive);
-    let candidate = play(shape, mirrored.map_err(|error| error.to_string())?, request, f64::INFINITY)?;
+    let mirrored = mirrored.map_err(|error| error.to_string())?;
+    mirrored.check(request.chain).map_err(|error| error.to_string())?;
+    let candidate = play(shape, mirrored, request, f64::INFINITY)?;
     candidate.ok_or_else(|| NOTHING.to_owned())
 }
 
 /// Plays a table through and holds it to the fleet's memory; none where it cannot but take longer than it may.
 fn play(shape: Shape, plan: Plan, request: &Request, within: f64) -> Result<Option<Candidate>, String> {
     let Request { chain, fleet, costs, .. } = *request;
-    plan.check(chain).map_err(|error| error.to_string())?;
     let layout = Layout::new(&plan, chain);
     let world = FleetWorld::new(fleet, costs, &layout);
     if within.is_finite() && least_seconds(&layout, &world) > within {

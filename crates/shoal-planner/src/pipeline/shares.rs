@@ -30,7 +30,8 @@ impl Pace {
         if seconds < self.fill {
             return 0;
         }
-        let count = ((seconds - self.fill) / self.period.max(1e-12)) as usize;
+        // By the very sum that `seconds` makes, so that whoever has all of them has no fewer in that time.
+        let count = if self.period > 0.0 { ((seconds - self.fill) / self.period) as usize } else { most };
         count.saturating_add(1).saturating_mul(self.micro_batch).min(most)
     }
 }
@@ -99,7 +100,15 @@ mod tests {
         #[test]
         fn all_samples_are_taken_and_no_share_could_be_better(
             kinds in proptest::collection::vec(
-                proptest::collection::vec((0.1..3.0f64, 0.1..1.0f64, 1usize..4), 1..3),
+                // Of steps of a millisecond the next micro-batch may seem to be for nothing: sharing what is there delays some.
+                proptest::collection::vec(
+                    (
+                        prop_oneof![0.1..3.0f64, 1e-4..1e-3f64],
+                        prop_oneof![0.1..1.0f64, 0.0..1e-12f64],
+                        1usize..4,
+                    ),
+                    1..3,
+                ),
                 1..4,
             ),
             total in 1usize..9,

@@ -169,7 +169,8 @@ impl Bench<'_> {
             return Ok(TriedReplica { pace, bytes });
         }
         let (before, _) = self.play(replica, few, order, state)?;
-        let period = (seconds - before) / (more - few) as f64;
+        // Where latencies count for most, more may even take less: what waits for what comes out otherwise.
+        let period = ((seconds - before) / (more - few) as f64).max(0.0);
         let fill = seconds - (more - 1) as f64 * period;
         let pace = Pace { fill: fill.max(period), period, micro_batch: replica.micro_batch };
         Ok(TriedReplica { pace, bytes })

@@ -149,7 +149,8 @@ impl Running {
             if let Some(status) = self.child.try_wait().unwrap() {
                 break status;
             }
-            assert!(started.elapsed() < DEADLINE, "shoal {} hangs", self.command);
+            let waited = started.elapsed();
+            assert!(waited < DEADLINE, "shoal {} hangs after {}", self.command, self.output("stderr"));
             std::thread::sleep(POLL);
         };
         Outcome {

@@ -1,5 +1,6 @@
 //! The fleet's hour: a controller and four workers train the job, one worker is killed, another one joins.
 
+use std::cell::RefCell;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -106,17 +107,22 @@ impl Trial<'_> {
             }
             Ok(logs)
         };
-        let mut progress = Progress::new(self.job.steps, 0, quiet);
+        let progress = RefCell::new(Progress::new(self.job.steps, 0, quiet));
         let mut show = |line: &Value| {
             if let Ok(record) = serde_json::from_value::<StepRecord>(line.clone()) {
-                progress.event(&RunEvent::Step(record));
+                progress.borrow_mut().event(&RunEvent::Step(record));
             }
             let (step, loss) = (line["step"].as_u64(), line["loss"].as_f64());
             self.losses.extend(step.zip(loss));
-            step.map_or(Ok(()), |step| self.act(step, &progress))
+            step.map_or(Ok(()), |step| self.act(step, &progress.borrow()))
         };
-        let view = follow_by(&mut ask, 0, &mut show, &mut |_| {})?;
-        progress.finish();
+        // Why it does not go on, where somebody knows.
+        let mut tell = |view: &JobView| {
+            let reason = view.reason.as_ref().map(|reason| format!("the job is {}: {reason}", view.state));
+            reason.iter().for_each(|reason| progress.borrow().say(reason));
+        };
+        let view = follow_by(&mut ask, 0, &mut show, &mut tell)?;
+        progress.into_inner().finish();
         Ok(view)
     }
 
