@@ -3,6 +3,7 @@
 //!
 //! - [`memory`]: one arena per device, every byte counted against a budget.
 //! - [`tensor`]: an owned piece of that memory.
+//! - [`allocator`]: the process's own memory, for binaries that train.
 //! - [`buffer`]: host memory for what is on its way.
 //! - [`half`]: how numbers go into elements of two bytes.
 //! - [`device`]: the operations every device offers, fused where that saves a pass over memory.
@@ -13,6 +14,7 @@
 //! - [`cuda`]: the same on an NVIDIA GPU, whose libraries are looked for when one is opened.
 //! - [`late`]: a processor that works behind the host's back, as GPUs do, for tests where there is none.
 
+pub mod allocator;
 pub mod buffer;
 pub mod convolutional;
 pub mod cpu;
@@ -24,6 +26,7 @@ pub mod memory;
 pub mod random;
 pub mod tensor;
 
+pub use allocator::Allocator;
 pub use buffer::HostBuffer;
 pub use convolutional::{Averages, ColumnNorm, Convolutional, Filters, NormGradients, Window};
 pub use cpu::CpuDevice;

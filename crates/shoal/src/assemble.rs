@@ -33,8 +33,8 @@ const CPU: &str = "cpu:0";
 const GPU: &str = "cuda:0";
 
 /// Bytes the process takes beside what is counted: code, libraries, the tokenizer, and for each thread its stack and what
-/// the matrix products pack into, some of which the allocator keeps. Stated with every memory forecast. From tiny models to
-/// half a billion parameters 20 to 25 MiB were seen on one thread, 16 to 36 on two, 42 to 57 on eight.
+/// the matrix products pack into. Stated with every memory forecast. From tiny models to half a billion parameters 19 to 24
+/// MiB were seen on one thread, 21 to 31 on two, 32 to 59 on eight.
 pub fn process_bytes(threads: usize) -> u64 {
     (16 << 20) + threads as u64 * (4 << 20)
 }

@@ -25,6 +25,9 @@ use crate::commands::{
     simulate, token, train, up, validate, verify, wish, worker,
 };
 
+#[global_allocator]
+static ALLOCATOR: shoal_kernels::Allocator = shoal_kernels::Allocator;
+
 /// Trains large neural networks on the accelerators people can actually get.
 #[derive(Parser)]
 #[command(name = "shoal", version, about, arg_required_else_help = true)]
