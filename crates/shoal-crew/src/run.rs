@@ -9,7 +9,7 @@ use shoal_control::message::{Epoch, Spent, WorkerId};
 use shoal_control::worker::{EngineCommand, EngineEvent};
 use shoal_engine::executor::Gate;
 use shoal_engine::partners::partners;
-use shoal_engine::stepping::{Work, is_shared};
+use shoal_engine::stepping::{Work, needs_table};
 use shoal_engine::{EngineError, Traced};
 use shoal_plan::{Instruction, Lane, Layout, Op, Program, Standing};
 
@@ -130,7 +130,7 @@ impl Hands {
         let plan = self.shares[&epoch].plan.clone();
         let chain = self.assembled()?.chain.clone();
         let layout = Layout::new(&plan, &chain);
-        let layout = is_shared(&layout, &self.shares[&epoch].program).then_some(&layout);
+        let layout = needs_table(&layout, &self.shares[&epoch].program).then_some(&layout);
         let order = order_of(self.assembled()?);
         self.make_up(epoch)?;
         let played = self.assembled()?.paced.as_ref().map(|paced| paced(&plan, &self.shares[&epoch].program));

@@ -513,7 +513,7 @@ impl Executor {
                 (saved, self.merge(step, layer, samples)?)
             }
         };
-        if step.layout.is_some_and(|layout| layout.puts_off(step.device, layer)) {
+        if step.puts_off.contains(&layer) {
             let (result, put_off) =
                 self.with_gradients(step, layer, samples, |kind, call, parameters, gradients| {
                     layer::backward_putting_off(kind, call, parameters, gradients, saved, gradient)

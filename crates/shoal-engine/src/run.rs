@@ -240,7 +240,7 @@ impl Run {
         let mut agenda = Agenda::new(&self.settings);
         let (plan, chain) = (self.plan.clone(), self.chain.clone());
         let layout = Layout::new(&plan, &chain);
-        let layout = stepping::is_shared(&layout, &self.program).then_some(&layout);
+        let layout = stepping::needs_table(&layout, &self.program).then_some(&layout);
         while self.step < agenda.last {
             let (mut record, told) = self.train_step(layout, &agenda, stop)?;
             if agenda.awaits_save() {

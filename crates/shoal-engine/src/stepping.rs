@@ -125,7 +125,7 @@ impl Evaluation {
             let samples = (plan.global_batch as u64).min(data.len() - first) as usize;
             let (plan, program) = self.program(plan, chain, samples)?;
             let layout = Layout::new(plan, chain);
-            let layout = is_shared(&layout, program).then_some(&layout);
+            let layout = needs_table(&layout, program).then_some(&layout);
             knows &= program.instructions.iter().any(|next| matches!(next.op, Op::SumLoss));
             let window = Window { data, order: &order, first };
             let outcome = executor.run_in(layout, program, &StepInput::evaluate(step, &window))?;
@@ -166,7 +166,11 @@ pub fn outcome_of(chain: &Chain, closing: &Closing, loss_scale: Option<LossScale
     }
 }
 
-/// Whether anything of a program's steps happens elsewhere than in its device's own memory.
-pub fn is_shared(layout: &Layout, program: &Program) -> bool {
-    layout.members().len() > 1 || program.instructions.iter().any(|instruction| instruction.op.moves())
+/// Whether a program's steps cannot be made without the table: something happens elsewhere than in its device's own memory, or one
+/// layer's micro-batches are not the next one's.
+pub fn needs_table(layout: &Layout, program: &Program) -> bool {
+    let samples = |layer: usize| layout.shares(layer).iter().map(|share| share.samples);
+    layout.members().len() > 1
+        || program.instructions.iter().any(|instruction| instruction.op.moves())
+        || (1..layout.chain.layers.len()).any(|layer| !samples(layer).eq(samples(layer - 1)))
 }

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use common::{HOST_BYTES, RandomBatch, classes, fill};
 use shoal_engine::partners::partners;
+use shoal_engine::stepping::needs_table;
 use shoal_engine::{EngineError, Executor, ModelState, Replay, StepInput, StepOutcome, Tiers, Traced};
 use shoal_kernels::{Arena, CpuDevice, CudaDevice, Device, LateDevice, Lateness};
 use shoal_model::{Chain, Precision, presets};
@@ -174,9 +175,10 @@ fn together_around(
                 scope.spawn(move || {
                     let (mut executor, predicted) = member(layout, program, fabric, disk, on);
                     before(program, &mut executor);
-                    let losses = train(&mut executor, STEPS, |executor, input| {
-                        executor.run_in(Some(layout), program, input)
-                    });
+                    // As runs have it: who has all to itself needs no table.
+                    let table = needs_table(layout, program).then_some(layout);
+                    let losses =
+                        train(&mut executor, STEPS, |executor, input| executor.run_in(table, program, input));
                     let (peak, total) = (executor.device().arena().peak(), predicted.total());
                     assert!(peak <= total, "device {}: {peak} bytes of {total}", program.device);
                     // What comes from a disk passes through host memory, uncounted.

@@ -1,6 +1,6 @@
 //! A step: what it is given, what it gives, and the values between its instructions.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use shoal_data::Inputs;
@@ -136,6 +136,8 @@ pub(super) struct Step<'a> {
     pub(super) values: HashMap<Value, Stored>,
     /// What batch norms know of their groups, by layer.
     pub(super) groups: HashMap<usize, Groups>,
+    /// Layers whose backwards leave gradients of weights for later.
+    pub(super) puts_off: HashSet<usize>,
     /// Samples of the global batch.
     pub(super) global_batch: usize,
     /// Targets among the samples that were loaded here.

@@ -3,7 +3,7 @@
 //! it is has to wait. What only computes is done here and now. The rest is under way elsewhere meanwhile, and lands between two
 //! instructions. What the step before has left under way lands here too: instructions that touch its tensors come after it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
@@ -137,6 +137,15 @@ fn repeating(instructions: &[Instruction]) -> Option<usize> {
     instructions.iter().all(repeats).then(|| instructions.iter().filter(|next| only_computes(next)).count())
 }
 
+/// Layers of which a program adds up gradients of weights by themselves. Who has all to itself has no table that says so.
+fn put_off(program: &Program) -> HashSet<usize> {
+    let layer = |instruction: &Instruction| match instruction.op {
+        Op::WeightGradients { layer, .. } => Some(layer),
+        _ => None,
+    };
+    program.instructions.iter().filter_map(layer).collect()
+}
+
 impl Executor {
     pub(super) fn walk(
         &mut self,
@@ -161,6 +170,7 @@ impl Executor {
             training: program.purpose == Purpose::Train,
             values: HashMap::new(),
             groups: HashMap::new(),
+            puts_off: put_off(program),
             global_batch: layout.map_or_else(|| program.loaded_samples(), |layout| layout.plan.global_batch),
             own_targets: 0,
             sums_loss: false,
