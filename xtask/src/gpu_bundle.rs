@@ -26,64 +26,12 @@ const TESTS: [(&str, &[&str]); 6] = [
     ("jobs", &["--package", "shoal", "--test", "gpu"]),
 ];
 
-/// Runs every test, each to its end, and says how many failed.
-const SCRIPT: &str = r#"#!/bin/sh
-# Runs the GPU tests of this bundle and prints a summary. Arguments go to every test binary.
-cd "$(dirname "$0")" || exit 1
-export SHOAL_GOLDENS="$PWD/golden" SHOAL_BINARY="$PWD/shoal"
-failed=""
-run() {
-    name="$1"; shift
-    echo "== $name"
-    "$@" || failed="$failed $name"
-}
-run doctor ./shoal doctor
-run kernels ./kernels-cuda --nocapture "$@"
-run units ./kernels-unit cuda --nocapture
-run goldens ./goldens on_a_gpu --nocapture
-run budgets ./budgets gpu --nocapture
-run tables ./tables gpu --nocapture
-run jobs ./jobs --nocapture
-for precision in fp32 tf32 bf16 fp16; do
-    run "verify $precision" ./shoal verify --device cuda --precision $precision golden/*
-done
-# On a part of the GPU the library must be kept from algorithms that leave outputs unwritten.
-if command -v nvidia-cuda-mps-control > /dev/null && nvidia-cuda-mps-control -d; then
-    for percent in 20 30 40 60; do
-        run "products on $percent %" env CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$percent ./kernels-unit cuda::matrix
-    done
-    echo quit | nvidia-cuda-mps-control
-fi
-if [ -z "$failed" ]; then echo "== all passed"; else echo "== FAILED:$failed"; exit 1; fi
-"#;
-
-/// A module of tests a process: compute-sanitizer slows each kernel a thousandfold, and they need not wait for each
-/// other.
-const SANITIZE: &str = r#"#!/bin/sh
-# Runs compute-sanitizer over the kernel tests, some shapes for each operation (SHOAL_CUDA_CASES, 4 by default).
-cd "$(dirname "$0")" || exit 1
-export SHOAL_CUDA_CASES="${SHOAL_CUDA_CASES:-4}"
-logs="$(mktemp -d)"
-# The cache of compiled kernels, made once.
-SHOAL_CUDA_CASES=1 ./kernels-cuda norm:: > /dev/null 2>&1
-check() {
-    tool="$1"; name="$2"; shift 2
-    if timeout 500 compute-sanitizer --tool "$tool" --error-exitcode 9 "$@" --test-threads 1 > "$logs/$name" 2>&1
-    then echo "passed $(grep -c '^test .* ok' "$logs/$name") tests" >> "$logs/$name"
-    else echo "FAILED" >> "$logs/$name"; fi
-    echo "$tool $name: $(grep -a SUMMARY "$logs/$name") $(tail -n 1 "$logs/$name")"
-}
-for module in attention:: embedding:: images:: linear:: norm:: optimizer:: pixels:: pointwise::; do
-    check racecheck "$module" ./kernels-cuda "$module" --skip large_convolutions --skip very_many &
-done
-# Products and convolutions are the libraries' own, and racecheck breaks cuBLASLt's nvjet kernels, which wide products in
-# halves go to: one shape, which does not, shows our own.
-( SHOAL_CUDA_CASES=1; check racecheck convolution:: ./kernels-cuda convolution:: --skip large_convolutions ) &
-check racecheck flash ./kernels-unit cuda::flash &
-check memcheck everything ./kernels-cuda --skip large_convolutions --skip very_many &
-wait
-if grep -q FAILED "$logs"/*; then echo "== FAILED: see $logs"; exit 1; else echo "== nothing found"; fi
-"#;
+/// What is run there: every test, the same under compute-sanitizer, and the fleets of docs/performance.md.
+const SCRIPTS: [(&str, &str); 3] = [
+    ("run.sh", include_str!("../gpu/run.sh")),
+    ("sanitize.sh", include_str!("../gpu/sanitize.sh")),
+    ("fleet.sh", include_str!("../gpu/fleet.sh")),
+];
 
 pub fn build() -> Result<(), String> {
     let bundle = root().join("target/gpu-bundle");
@@ -104,13 +52,14 @@ pub fn build() -> Result<(), String> {
         strip(&executable(&arguments)?, &bundle.join(name))?;
     }
     copy_folder(&root().join("crates/shoal-engine/tests/golden"), &bundle.join("golden"))?;
-    for (name, text) in [("run.sh", SCRIPT), ("sanitize.sh", SANITIZE)] {
+    copy_folder(&root().join("examples"), &bundle.join("examples"))?;
+    for (name, text) in SCRIPTS {
         let script = bundle.join(name);
         fs::write(&script, text).map_err(said(&script))?;
     }
     let bytes = folder_bytes(&bundle).map_err(said(&bundle))?;
     println!(
-        "{}: {:.1} MiB; there, run: sh run.sh, sh sanitize.sh",
+        "{}: {:.1} MiB; there, run: sh run.sh, sh sanitize.sh, sh fleet.sh quarters|uneven|larger",
         bundle.display(),
         bytes as f64 / f64::from(1 << 20)
     );

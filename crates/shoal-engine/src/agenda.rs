@@ -20,6 +20,8 @@ pub enum Interval {
     Time(Duration),
     /// As often as keeps the cost of saving near one percent of the time.
     Auto,
+    /// Not at the end either: what is trained is not wanted.
+    Never,
 }
 
 /// With `every = "auto"`: never more often than this, and saving takes at most a hundredth of the time.
@@ -32,6 +34,7 @@ impl Interval {
             Interval::Steps(steps) => step.is_multiple_of(steps),
             Interval::Time(time) => since.elapsed() >= time,
             Interval::Auto => since.elapsed() >= AUTO_LEAST.max(cost * AUTO_COST_SHARE),
+            Interval::Never => false,
         }
     }
 }
@@ -90,7 +93,10 @@ impl Agenda {
         let due = |every: Interval| every.is_due(step, self.evaluated_at, Duration::ZERO);
         Verdict {
             evaluates: self.evaluate_every.is_some_and(|every| self.is_finished(step) || due(every)),
-            saves: stops || self.save_every.is_due(step, self.saved_at, self.save_cost),
+            saves: match self.save_every {
+                Interval::Never => false,
+                every => stops || every.is_due(step, self.saved_at, self.save_cost),
+            },
             stops,
         }
     }
@@ -103,8 +109,12 @@ impl Agenda {
     /// Whether a save may come while steps go on, and it is known by now what memory all that precedes it needs: evaluating
     /// may take more than steps do.
     pub(crate) fn awaits_save(&self) -> bool {
-        let never = matches!(self.save_every, Interval::Steps(every) if every >= self.last);
-        !never && (self.evaluate_every.is_none() || self.has_evaluated)
+        let not_before_the_end = match self.save_every {
+            Interval::Steps(every) => every >= self.last,
+            Interval::Never => true,
+            Interval::Time(_) | Interval::Auto => false,
+        };
+        !not_before_the_end && (self.evaluate_every.is_none() || self.has_evaluated)
     }
 
     pub(crate) fn note_evaluated(&mut self) {

@@ -68,6 +68,9 @@ pub struct Options {
     /// Seconds of silence after which a worker counts as dead; 10, or 0.9 where the fleet lives
     #[arg(long, value_name = "SECONDS")]
     deadline: Option<f64>,
+    /// Save nothing, at the end either: for a measurement of a model that takes long to write
+    #[arg(long, conflicts_with_all = ["stop_at", "trace", "slow"])]
+    unsaved: bool,
     /// Note when each instruction was under way, for `shoal simulate --against`
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
@@ -394,6 +397,7 @@ impl Prepared {
                 plan: self.plan.clone(),
                 program: program.clone(),
                 leads: rank == self.leader(),
+                saves: !options.unsaved,
                 checkpoint,
                 gpu_percent: self.gpu_percent[rank],
                 threads: match self.pace[rank] {
@@ -489,6 +493,9 @@ impl Prepared {
         match over.count() {
             0 => println!("memory stayed within its forecast on every device"),
             count => println!("memory passed its forecast on {count} devices"),
+        }
+        if options.unsaved {
+            return;
         }
         println!("export it with: shoal export {} DIR", job.run_folder.display());
     }

@@ -17,6 +17,7 @@ use shoal_plan::{Op, PlanError};
 
 use handling::Handling;
 use links::{Over, Pair};
+use neighbours::{Neighbours, Steps, among};
 
 use super::trial::{DeviceOptions, ModelOptions, Trial, TrialSettings, median, typical};
 use crate::error::{CliError, Result};
@@ -53,6 +54,9 @@ pub struct Options {
     /// A profile to add this one to, such as another machine's; may be given several times
     #[arg(long)]
     merge: Vec<PathBuf>,
+    /// Measure nothing: write what those have together
+    #[arg(long, requires = "merge")]
+    only_merge: bool,
 }
 
 /// Steps before anything is measured: the device chooses algorithms, and learns to start instructions at once.
@@ -80,6 +84,11 @@ pub fn run(options: Options) -> Result {
     };
     let known =
         options.merge.iter().try_fold(nothing.clone(), |all, path| all.merge(Profile::read(path)?))?;
+    if options.only_merge {
+        known.write(&options.out)?;
+        println!("wrote {}: {} kinds of devices", options.out.display(), known.devices.len());
+        return Ok(());
+    }
     let device = options.on.choose(options.precision)?;
     let whole = model.chain();
     let model = with_blocks(model, options.blocks)?;
@@ -102,11 +111,11 @@ pub fn run(options: Options) -> Result {
     };
     for samples in options.samples.iter().copied().collect::<BTreeSet<_>>() {
         let settings = settings(samples);
-        let measure = |_: &_| {
+        let measure = |beside: &_| {
             let trial = Trial::new(&model, &settings, &device, None)?;
-            measured.add(trial, options.rounds, seconds_least, samples)
+            measured.add(InStep { trial, beside }, options.rounds, seconds_least, samples)
         };
-        match neighbours::among(neighbours, &model, &settings, &device, measure) {
+        match among(neighbours, Steps::Together, &model, &settings, &device, measure) {
             Err(CliError::Engine(EngineError::Plan(PlanError::TooSmall { needed_bytes, .. }))) => {
                 eprintln!("note: {samples} samples need {}: not measured", bytes_text(needed_bytes));
             }
@@ -121,16 +130,19 @@ pub fn run(options: Options) -> Result {
     if neighbours > 0 {
         let middle = settings(measured.samples[measured.samples.len() / 2]);
         let trial = Trial::new(&model, &middle, &device, None)?;
-        let share = measured.alone(trial, options.rounds, seconds_least)?;
+        let nobody = Neighbours::default();
+        let share = measured.alone(InStep { trial, beside: &nobody }, options.rounds, seconds_least)?;
         println!("alone its layers take {:.0} % of what they take beside the others", 100.0 * share);
         alone = Some(share);
         // A fleet's workers update at the same time, for which they share the machine's memory: so do these, which compute next
         // to nothing besides.
         let sequence = if chain.image.is_some() { sequence } else { 1 };
         let settings = TrialSettings { sequence, ..settings(1) };
-        let measure =
-            |_: &_| measured.add_updates(Trial::new(&model, &settings, &device, None)?, options.rounds);
-        neighbours::among(neighbours, &model, &settings, &device, measure)?;
+        let measure = |beside: &_| {
+            let trial = Trial::new(&model, &settings, &device, None)?;
+            measured.add_updates(InStep { trial, beside }, options.rounds)
+        };
+        among(neighbours, Steps::Together, &model, &settings, &device, measure)?;
     }
     let samples = measured.samples.clone();
     let share = device.gpu.as_ref().and_then(|_| percent_here());
@@ -195,6 +207,29 @@ fn with_blocks(mut model: Model, blocks: Option<usize>) -> Result<Model> {
     Ok(model)
 }
 
+/// What is measured, and those who begin each step with it.
+struct InStep<'a> {
+    trial: Trial,
+    beside: &'a Neighbours,
+}
+
+impl InStep<'_> {
+    /// Seconds that so many steps took.
+    fn train(&mut self, steps: usize) -> Result<f64> {
+        let mut seconds = 0.0;
+        for _ in 0..steps {
+            self.beside.begin_step();
+            seconds += self.trial.train(1)?.0;
+        }
+        Ok(seconds)
+    }
+
+    fn time_instructions(&mut self) -> Result<Vec<(Op, f64)>> {
+        self.beside.begin_step();
+        self.trial.time_instructions()
+    }
+}
+
 /// What is known so far.
 struct Measured {
     samples: Vec<usize>,
@@ -220,9 +255,15 @@ impl Measured {
     }
 
     /// Adds one number of samples, measured in so many steps, or in as many as take so long.
-    fn add(&mut self, mut trial: Trial, rounds: Option<usize>, seconds_least: f64, samples: usize) -> Result {
+    fn add(
+        &mut self,
+        mut trial: InStep,
+        rounds: Option<usize>,
+        seconds_least: f64,
+        samples: usize,
+    ) -> Result {
         let rounds = enough(&mut trial, rounds, seconds_least)?;
-        let step_seconds = trial.train(rounds)?.0 / rounds as f64;
+        let step_seconds = trial.train(rounds)? / rounds as f64;
         for (part, seconds) in parts(&mut trial, rounds)? {
             let all = match part {
                 Part::Forward(layer) => &mut self.forward[layer],
@@ -238,7 +279,7 @@ impl Measured {
     }
 
     /// Updates alone, in place of those that were measured with layers.
-    fn add_updates(&mut self, mut trial: Trial, rounds: Option<usize>) -> Result {
+    fn add_updates(&mut self, mut trial: InStep, rounds: Option<usize>) -> Result {
         let rounds = enough(&mut trial, rounds, PROCESSOR_SECONDS)?;
         let updates = parts(&mut trial, rounds)?.remove(&Part::Update);
         self.updates = updates.into_iter().collect();
@@ -247,7 +288,7 @@ impl Measured {
 
     /// What layers take while nobody else computes, as a share of what was measured for as many samples as the middle one of those
     /// that were.
-    fn alone(&self, mut trial: Trial, rounds: Option<usize>, seconds_least: f64) -> Result<f64> {
+    fn alone(&self, mut trial: InStep, rounds: Option<usize>, seconds_least: f64) -> Result<f64> {
         let rounds = enough(&mut trial, rounds, seconds_least)?;
         let parts = parts(&mut trial, rounds)?.into_iter().filter(|(part, _)| *part != Part::Update);
         let alone: f64 = parts.map(|(_, seconds)| seconds).sum();
@@ -302,15 +343,15 @@ impl Measured {
 }
 
 /// How many steps to measure, unless it is said: as many as take so long.
-fn enough(trial: &mut Trial, rounds: Option<usize>, seconds_least: f64) -> Result<usize> {
-    let warm_seconds = trial.train(WARM_UP_STEPS)?.0;
+fn enough(trial: &mut InStep, rounds: Option<usize>, seconds_least: f64) -> Result<usize> {
+    let warm_seconds = trial.train(WARM_UP_STEPS)?;
     let enough = (seconds_least * WARM_UP_STEPS as f64 / warm_seconds).ceil() as usize;
     Ok(rounds.unwrap_or(enough.clamp(ROUNDS_LEAST, ROUNDS_MOST)))
 }
 
 /// What the parts of a step take, by so many of them.
-fn parts(trial: &mut Trial, rounds: usize) -> Result<BTreeMap<Part, f64>> {
-    trial.executor.set_replay(Replay::Instruction);
+fn parts(trial: &mut InStep, rounds: usize) -> Result<BTreeMap<Part, f64>> {
+    trial.trial.executor.set_replay(Replay::Instruction);
     trial.train(WARM_UP_STEPS)?;
     // Seconds of each, round by round.
     let mut parts: BTreeMap<Part, Vec<f64>> = BTreeMap::new();

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use shoal_engine::identity::Identity;
-use shoal_engine::{Executor, Ledger, Run, RunEvent, StopReason, Tiers, Traced};
+use shoal_engine::{Executor, Interval, Ledger, Run, RunEvent, StopReason, Tiers, Traced};
 use shoal_model::Chain;
 use shoal_net::{Endpoint, Fabric, Security, connect};
 use shoal_state::checkpoint::Store;
@@ -99,6 +99,9 @@ fn train(assignment: &Assignment, fabric: Arc<Fabric>, stop: &AtomicBool) -> Res
     settings.predicted_seconds = Some(assignment.predicted_seconds);
     settings.dollars_per_hour = Some(assignment.dollars_per_hour).filter(|dollars| *dollars > 0.0);
     settings.trace_from = assignment.trace_from;
+    if !assignment.saves {
+        settings.checkpoint_every = Interval::Never;
+    }
     let (plan, program) = (assignment.plan.clone(), assignment.program.clone());
     let mut run =
         Run::new(settings, ledger, executor, plan, program, data.train, data.eval, checkpoint.as_ref())?;

@@ -23,6 +23,8 @@ pub struct Assignment {
     pub program: Program,
     /// Whether it keeps the books: metrics and checkpoints.
     pub leads: bool,
+    /// Whether what is trained is kept.
+    pub saves: bool,
     /// The checkpoint to go on from.
     pub checkpoint: Option<u64>,
     /// Hundredths of the GPU here that are its own; none where it is a processor, or played by one.

@@ -70,7 +70,7 @@ impl Description {
             checkpoint_every: match job.checkpoint_every {
                 Asked::Steps(steps) => Interval::Steps(steps),
                 // The controller counts steps, and knows best what saving costs on its fleet.
-                Asked::Time(_) | Asked::Auto => Interval::Auto,
+                Asked::Time(_) | Asked::Auto | Asked::Never => Interval::Auto,
             },
             checkpoints_kept: job.checkpoints_kept,
             description: self.to_text(),

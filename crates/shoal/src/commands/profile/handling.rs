@@ -9,7 +9,7 @@ use shoal_model::Model;
 
 use super::super::trial::{TrialSettings, median};
 use super::links::{Pair, SUMMED, USUAL_NETWORK};
-use super::neighbours::{Neighbours, among};
+use super::neighbours::{Neighbours, Steps, among};
 use crate::assemble::LocalDevice;
 use crate::error::Result;
 
@@ -41,7 +41,7 @@ pub fn measure(
     settings: &TrialSettings,
     device: &LocalDevice,
 ) -> Result<Handling> {
-    among(computing, model, settings, device, |others| {
+    among(computing, Steps::Unasked, model, settings, device, |others| {
         // The first steps of those who train are longer.
         others.wait_for(2);
         let (mut lost, mut waited) = (Vec::new(), Vec::new());
