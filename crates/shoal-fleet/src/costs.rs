@@ -243,6 +243,11 @@ impl Costs {
         self.kind(device).handling
     }
 
+    /// Whether a device is a processor: its memory is its host's, and what the host does its own cores do.
+    pub fn is_processor(&self, device: usize) -> bool {
+        self.kind(device).is_processor
+    }
+
     /// Where a device sits on a chip that it is a part of.
     pub fn seat(&self, device: usize) -> Option<Seat> {
         self.seats[device]

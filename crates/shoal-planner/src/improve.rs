@@ -40,7 +40,9 @@ pub fn improve(candidate: Candidate, request: &Request, instructions: usize) -> 
     if cost > INSTRUCTIONS_MOST || rounds == 0 {
         return candidate;
     }
-    let mut changes = Changes::new(request.chain);
+    let devices = 0..request.fleet.devices.len();
+    let is_processor = devices.map(|device| request.costs.is_processor(device)).collect();
+    let mut changes = Changes::new(request.chain, is_processor);
     let (mut best, mut idle) = (candidate, 0);
     if let Some(quicker) = putting_off(&best, request) {
         best = quicker.candidate.clone();
@@ -156,7 +158,7 @@ mod tests {
             let plan = draw::table(&chain, step, 5, &mut draw);
             let pace = shoal_plan::ByArithmetic::new(&chain, sequence);
             let programs = compile_paced(&plan, &chain, Purpose::Train, &pace).unwrap();
-            let mut changes = Changes::new(&chain);
+            let mut changes = Changes::new(&chain, vec![false, true, false, false, false]);
             for _ in 0..10 {
                 let proposed = [changes.propose(&plan, &in_flight(&programs)), changes.propose_layer(&plan)];
                 for other in proposed.into_iter().flatten() {

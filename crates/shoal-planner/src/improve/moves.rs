@@ -22,14 +22,16 @@ pub const PUT_OFF_MOST: usize = 64;
 pub struct Changes<'a> {
     chain: &'a Chain,
     draw: Draw,
+    /// By device, whether it is a processor. What its host does beside it, its own cores do: nothing is gained by that.
+    is_processor: Vec<bool>,
     /// Batch norms take samples together that pieces must not part.
     may_recut: bool,
 }
 
 impl<'a> Changes<'a> {
-    pub fn new(chain: &'a Chain) -> Changes<'a> {
+    pub fn new(chain: &'a Chain, is_processor: Vec<bool>) -> Changes<'a> {
         let may_recut = (0..chain.layers.len()).all(|layer| chain.batch_norm(layer).is_none());
-        Changes { chain, draw: Draw::new(SEED), may_recut }
+        Changes { chain, draw: Draw::new(SEED), is_processor, may_recut }
     }
 
     /// A table that differs in one or a few places, where one was found. By device, `in_flight` are the most units that lie
@@ -247,6 +249,9 @@ impl<'a> Changes<'a> {
         let device = plan.layers[first].compute[place].device;
         let activations = self.draw.of(&[Activations::Keep, Activations::Recompute, Activations::Offload]);
         let run = 1 + self.draw.below(RUN_MOST);
+        if self.is_processor[device] && activations == Activations::Offload {
+            return;
+        }
         for (row, layer) in plan.layers.iter_mut().zip(&self.chain.layers).skip(first).take(run) {
             for compute in row.compute.iter_mut().filter(|compute| compute.device == device) {
                 compute.activations = kept(&layer.kind, activations);
@@ -260,6 +265,9 @@ impl<'a> Changes<'a> {
         let first = self.draw.below(plan.layers.len());
         let run = 1 + self.draw.below(RUN_MOST);
         let device = primary(&plan.layers[first].compute).device;
+        if self.is_processor[device] {
+            return;
+        }
         let (from, to) = match self.draw.chance(50) {
             true => (Holder::Device(device), Holder::Host(device)),
             false => (Holder::Host(device), Holder::Device(device)),
