@@ -92,7 +92,8 @@ train() {
 corrected() { if [ -e "corrected.$1.json" ]; then echo "corrected.$1.json"; else echo "$2"; fi; }
 
 quarters() {
-    model=gpt2-1.5b; job=gpt2-1.5b.toml; fleet=h200-shares.toml; samples=1,2,3,4,6,8; changes=""
+    model=gpt2-1.5b; job=gpt2-1.5b.toml; fleet=h200-shares.toml; samples=1,2,3,4,6,8
+    changes="--set train.precision=$precision"
     heading "the whole GPU"
     "$shoal" bench "$model" --batch 64 --precision "$precision" --seconds 3 --rounds 2 > whole.log 2>&1
     figures whole.log
@@ -110,7 +111,7 @@ quarters() {
 apart() { "$shoal" bench "$model" --batch 32 --memory 28GiB --precision "$precision" --seconds 6 --rounds 3; }
 uneven() {
     model=gpt2-774m; job=gpt2-1.5b.toml; fleet=h200-uneven.toml; samples=1,2,3,4,6,8,12,16,24,32
-    changes="--set model.preset=gpt2-774m --set train.global_batch=256"
+    changes="--set model.preset=gpt2-774m --set train.global_batch=256 --set train.precision=$precision"
     start_mps
     heading "each part by itself, all at once"
     at_once apart "40 30 20 10"
