@@ -51,15 +51,18 @@ pub fn bench(arguments: &[&str]) -> Result<(), String> {
     for seed in (seed..).take(count) {
         let mut draw = Draw(seed);
         let batch = draw.of(&[4, 7, 8, 12, 16, 24, 32]);
-        let job = job(&mut draw, batch);
+        let (job, sequence) = job(&mut draw, batch);
         let folder = folder("drawn", &job)?;
         let model = model(&mut draw, &folder).map_err(said(&folder))?;
         fs::write(folder.join("fleet.toml"), fleet(&mut draw)).map_err(said(&folder))?;
         let shape = draw.of(&SHAPES);
         let planned = if shape == "auto" { Vec::new() } else { vec!["--shape", shape] };
         let name = format!("{seed} {}", model.name);
-        let data = [format!("data.train={}", model.data), "train.steps=8".to_owned()];
-        let arguments = ["--paced", "--set", &data[0], "--set", &data[1]];
+        let data = [format!("data.train={}", model.data), format!("data.sequence={sequence}")];
+        let mut arguments = vec!["--paced", "--set", &data[0]];
+        if !model.has_images {
+            arguments.extend(["--set", &data[1]]);
+        }
         match beside(&folder, EVERYWHERE, &name, shape, &planned, &arguments) {
             Ok(one) => off.push(one),
             // Not every fleet has a plan of every shape.
@@ -73,18 +76,20 @@ pub fn bench(arguments: &[&str]) -> Result<(), String> {
     Ok(())
 }
 
-fn job(draw: &mut Draw, batch: usize) -> String {
+/// A job, but for the length of its sequences, which images have none of.
+fn job(draw: &mut Draw, batch: usize) -> (String, usize) {
     let optimizer = draw.of(&[
         "{ kind = \"adamw\", lr = 1e-3, clip_norm = 1.0 }",
         "{ kind = \"sgd\", lr = 0.01, momentum = 0.9 }",
     ]);
     let gradients = draw.of(&["fp32", "fp32", "bf16"]);
     let sequence = draw.of(&[16, 32, 64]);
-    format!(
-        "name = \"drawn\"\n[model]\nfrom = \"model\"\ninit = \"random\"\n[data]\ntrain = \"corpus.txt\"\nsequence = {sequence}\n\
+    let text = format!(
+        "name = \"drawn\"\n[model]\nfrom = \"model\"\ninit = \"random\"\n[data]\ntrain = \"corpus.txt\"\n\
          [train]\nglobal_batch = {batch}\nsteps = 8\ngradients = \"{gradients}\"\noptimizer = {optimizer}\n\
          [checkpoint]\nevery = \"1000 steps\"\n"
-    )
+    );
+    (text, sequence)
 }
 
 fn fleet(draw: &mut Draw) -> String {
@@ -108,6 +113,7 @@ struct Model {
     name: &'static str,
     /// The file it trains on.
     data: &'static str,
+    has_images: bool,
 }
 
 /// Writes a model of some architecture, and images if it wants such.
@@ -159,10 +165,10 @@ fn model(draw: &mut Draw, folder: &Path) -> io::Result<Model> {
     let _ = fs::remove_file(folder.join("model/config.json"));
     fs::write(folder.join("model").join(file), config.to_string())?;
     if !matches!(name, "vit" | "vgg" | "resnet") {
-        return Ok(Model { name, data: "corpus.txt" });
+        return Ok(Model { name, data: "corpus.txt", has_images: false });
     }
     fs::write(folder.join("images.safetensors"), images(draw))?;
-    Ok(Model { name, data: "images.safetensors" })
+    Ok(Model { name, data: "images.safetensors", has_images: true })
 }
 
 /// A safetensors file of noise and labels.
