@@ -1,6 +1,6 @@
 //! Where the process's own memory comes from: the system's allocator, asked in a way that lets it use again what it is given back.
 //!
-//! Matrix products pack what they read into aligned blocks of some MiB, thousands of times a step. The system cuts an aligned block
+//! Matrix products pack what they read into aligned blocks of up to some MiB, hundreds of times a step. The system cuts an aligned block
 //! out of a larger one and keeps the rests; what is then freed is too small for the next block of the same size and the rest
 //! that it is cut from, so now and then more is taken. On two threads 22 to 60 MiB were seen where 9 are in use.
 //! A plain block that is so much larger, with the aligned one inside, is as large the next time.

@@ -70,6 +70,7 @@ impl Description {
             checkpoint_every: match job.checkpoint_every {
                 Asked::Steps(steps) => Interval::Steps(steps),
                 // The controller counts steps, and knows best what saving costs on its fleet.
+                // And no job asks for no checkpoints: only a fleet in a box is told so.
                 Asked::Time(_) | Asked::Auto | Asked::Never => Interval::Auto,
             },
             checkpoints_kept: job.checkpoints_kept,
