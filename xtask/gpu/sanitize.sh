@@ -1,5 +1,6 @@
 #!/bin/sh
-# Runs compute-sanitizer over the kernel tests, some shapes for each operation (SHOAL_CUDA_CASES, 4 by default).
+# Runs compute-sanitizer over the kernel tests, some shapes for each operation (SHOAL_CUDA_CASES, 4 by default). A module
+# of tests a process: the sanitizer slows each kernel a thousandfold, and they need not wait for each other.
 cd "$(dirname "$0")" || exit 1
 export SHOAL_CUDA_CASES="${SHOAL_CUDA_CASES:-4}"
 logs="$(mktemp -d)"
